@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from broker.source.plugins import call_plugin
+from broker.source.hook import call_plugin
 from broker.state.groups import Group
 from broker.state.records import BatchWanted, BufferFilter
 from slimebus.bus.errors import HookError
@@ -45,12 +45,12 @@ def buffer_filter(plugin: Plugin, path: str = "") -> BufferFilter:
 
     def choose(groups: Sequence[Group], wanted: BatchWanted) -> list[Group]:
         offered = [describe(group, wanted.version) for group in groups]
-        return checked(call_plugin(f"buffer filter {path}", lambda: _listed(plugin(offered, wanted))), groups, wanted)
+        return checked(call_plugin(f"buffer filter {path}", lambda: _as_list(plugin(offered, wanted))), groups, wanted)
 
     return choose
 
 
-def _listed(answer: object) -> object:
+def _as_list(answer: object) -> object:
     """A list of the plug-in's own class may fail in any way when it is read."""
     return [*answer] if isinstance(answer, list | tuple) else answer
 

@@ -31,7 +31,7 @@ class KeyringWatcher:
         self.server, self.keyring = server, keyring
         self._generation, self._grants, self._pair = keyring.generation, keyring.grants, keyring.pair
 
-    def tell(self, requests: Sequence[Request]) -> list[Request]:
+    def answer_keys(self, requests: Sequence[Request]) -> list[Request]:
         """Answer those that ask for the allow-list; the others."""
         others = [request for request in requests if not isinstance(request.message, Keys)]
         for request in requests if len(others) < len(requests) else ():

@@ -12,12 +12,12 @@ import msgspec
 from broker.state import (
     batches,
     clients,
-    commands,
     consumers,
     damage,
     edits,
     ending,
     evaluation,
+    heartbeats,
     leases,
     pushes,
     settings,
@@ -43,13 +43,15 @@ class Machine:
     """The broker's decisions. Deterministic: the same rows, events and times give the same effects.
 
     `buffer_filter` chooses the groups of batches; None: first in, first out.
+    `validates`: BrokenState is raised when tables of the state disagree after an event; for tests.
     `first_id`: where epochs and leases begin; a number that no earlier broker of the same run has reached.
     """
 
     def __init__(
         self, rules: Rules, source: PromptSource, *, run: str, hints: str = "", max_message_bytes: int = 0, first_id: int = 1,
-        buffer_filter: BufferFilter | None = None,
+        buffer_filter: BufferFilter | None = None, validates: bool = False,
     ) -> None:  # fmt: skip
+        self.validates = validates
         self.state = State(rules, source, run, buffer_filter)
         self.state.meta.next_epoch = self.state.meta.next_lease = first_id
         self.state.hints_address, self.state.max_message_bytes = hints, max_message_bytes
@@ -104,13 +106,8 @@ class Machine:
             for successor in client.successors:
                 successor.heard_at = state.now
         members = [c for c in state.clients.values() if c.role in ("rollout", "trainer") and not c.is_fenced]
-        state.members_before = {(c.name, c.instance) for c in members}
-        state.lease_since = dict.fromkeys(state.groups.by_lease, state.now)
-        for lease, group in state.groups.by_lease.items():
-            if group.lease.is_recalled:
-                state.timers.set(("recalled lease", lease), state.now + state.rules.lease_s)
-        for worker in state.groups.by_worker:
-            state.timers.set(("leases of", worker), state.now + state.rules.lease_s)
+        state.members_at_restart = {(c.name, c.instance) for c in members}
+        state.leases.restart(state.now, state.now + state.rules.lease_s)
         if state.meta.finishing:
             state.finish_is_confirmed = False
             state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)
@@ -137,19 +134,19 @@ class Machine:
                 HANDLERS[type(event.message)](self.state, event, event.message)
             except SlimebusError as problem:
                 self.state.reply(event.to, error_reply(problem))
-        return self._settled()
+        return self._drain_effects()
 
     def revoke_keys(self, keys: Collection[str], now: float) -> list[Effect]:
         """These keys are valid no more: what their holders lease is queued again at once."""
         self.state.now = now
         clients.revoke_keys(self.state, keys)
-        return self._settled()
+        return self._drain_effects()
 
     def recover_record(self, table: str, key: str, now: float) -> list[Effect]:
         """A record of a group was found damaged or missing: it is made again from what is whole."""
         self.state.now = now
         damage.recover_record(self.state, table, key)
-        return self._settled()
+        return self._drain_effects()
 
     def tick(self, now: float, heard_until: float | None = None) -> list[Effect]:
         """Let time do its work: expired leases, waits that ran out, silent clients.
@@ -159,9 +156,9 @@ class Machine:
         self.state.now = now
         for kind, subject in self.state.timers.due(now if heard_until is None else heard_until):
             DUE[kind](self.state, subject)
-        return self._settled()
+        return self._drain_effects()
 
-    def _settled(self) -> list[Effect]:
+    def _drain_effects(self) -> list[Effect]:
         """Answer the requests that waited for what just happened; all effects of it."""
         state = self.state
         batches.assign(state)
@@ -175,7 +172,9 @@ class Machine:
                 leases.answer_timed_out(state, key)
             for name in list(state.waiting_reads):
                 consumers.answer_timed_out(state, name)
-        watchdog.look(state)
+        watchdog.update(state)
+        if self.validates:
+            state.validate()
         return state.flush()
 
     # --- questions ---
@@ -197,7 +196,7 @@ class Machine:
 
 HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Hello: clients.hello,
-    m.Heartbeat: clients.heartbeat,
+    m.Heartbeat: heartbeats.heartbeat,
     m.Goodbye: clients.goodbye,
     m.Lease: leases.lease,
     m.Put: leases.put,
@@ -216,8 +215,8 @@ HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Set: settings.change,
     m.Push: pushes.push,
     m.Edit: edits.edit,
-    m.Import: edits.take_in,
-    m.Command: commands.command,
+    m.Import: edits.import_group,
+    m.Command: heartbeats.command,
     m.Keys: lambda state, event, ask: state.reply(event.to, m.KeysReply()),  # a broker with keys answers this before
 }
 """What answers each request; slimebus/security/roles.py says who may send it."""

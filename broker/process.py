@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import operator
+import os
 import signal
 import threading
 from pathlib import Path
@@ -42,6 +43,8 @@ UNSENT_BYTES = 1 << 30
 """Most samples on their way to processes that are slow to take them; one more fetch is answered `busy`."""
 LEAVE_BLOCKED_S = 10.0
 """After a signal to stop: the disk may be slow. What is acknowledged is on disk as far as `broker.durability` says."""
+VALIDATE = "SLIMEBUS_VALIDATE"
+"""Environment variable of tests: the tables of the state are compared after each burst."""
 MAX_PUSHED = 1_000_000
 """Most pushed prompts that wait to be sampled; a client that pushes more has to wait."""
 
@@ -60,7 +63,7 @@ def run_broker(resolved: Resolved, *, debug: bool, accepts_changes: bool) -> Non
         if page is not None:
             stack.callback(page.stop)
         stack.callback(lambda: _write_status(resolved.run_dir / "status.json", broker))
-        _settle_memory()
+        _tune_memory()
         log.info("broker of run %r at %s; state under %s", resolved.config.name, broker.endpoint, resolved.run_dir / "broker")
         turns = LoopWatch("the broker's loop", lambda: broker.num_turns, on_signal=stop.set, leave_blocked_s=LEAVE_BLOCKED_S)
         turns.start()
@@ -74,7 +77,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """mallopt(3)"""
 
 
-def _settle_memory() -> None:
+def _tune_memory() -> None:
     """Keep freed frames for the next ones, and the collector of reference cycles from walking over every group again and again.
 
     glibc returns a freed frame of 100 kB to the system at once and takes its pages anew for the next: half of the time it takes to receive
@@ -148,6 +151,7 @@ def build(resolved: Resolved) -> Broker:
         max_message_bytes=config.broker.max_message_mib << 20,
         limits=Limits(max_connections=connections_of(config.broker.max_clients), unsent_bytes=UNSENT_BYTES),
         buffer_filter=buffer_filter(load_plugin(filter_path, resolved.base), filter_path) if filter_path else None,
+        validates=bool(os.environ.get(VALIDATE)),
     )
 
 

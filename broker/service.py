@@ -11,7 +11,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,11 +21,10 @@ from broker.hints import HintPublisher
 from broker.keyring_watcher import KeyringWatcher, security
 from broker.machine import Machine
 from broker.source import FileRows
-from broker.state.effects import Address, Effect, Event, Lives, Note, Notify, Record, Reply, RowTable, Write
+from broker.state.effects import Address, Effect, Event, Note, Notify, Record, Reply, RowTable, StepHistory, Write
 from broker.state.prompt_source import PromptSource
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
-from broker.status_askers import StatusAskers
 from broker.store import Damaged, Store, StoreError, StoreRefusal
 from broker.store.interface import damaged_store
 from broker.store.reply_frames import ReplyFrames, Writes
@@ -48,6 +47,9 @@ RETRY_S = 1.0
 """Between two attempts to write what the store could not take."""
 LOG_INTERVAL_S = 60.0
 """How often the log repeats that the store still cannot be written."""
+TIMES_COST, MAX_PAUSE_S = 20, 0.5
+"""After a status come so many times the seconds that it took, at most MAX_PAUSE_S, before the next one: it costs a twentieth."""
+ONE_AT_A_TIME = "the status that this connection asked for before is on its way: one at a time"
 RESTORED_TABLES: tuple[RowTable, ...] = get_args(RowTable)
 
 
@@ -55,14 +57,14 @@ class Broker:
     """A bound broker with its state read back. `endpoint` and `hints.endpoint` are the addresses it got.
 
     eval_rows: the rows of each held-out set of `rules.eval_datasets`. metrics_path: JSON lines, one per trained step and result.
-    limits: of the ROUTER. Raises UsageError for an address in use or a store of another run.
+    limits: of the ROUTER. validates: as of Machine. Raises UsageError for an address in use or a store of another run.
     """
 
     def __init__(
         self, rules: Rules, source: PromptSource, store: Store, *, run: str, bind: str = "tcp://127.0.0.1:0",
         hints_bind: str = "tcp://127.0.0.1:0", eval_rows: Mapping[str, FileRows] | None = None, clock: Clock = time,
         metrics_path: Path | None = None, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, limits: Limits | None = None,
-        keyring: Keyring | None = None, buffer_filter: BufferFilter | None = None,
+        keyring: Keyring | None = None, buffer_filter: BufferFilter | None = None, validates: bool = False,
     ) -> None:  # fmt: skip
         self.store, self.clock, self.frames = store, clock, ReplyFrames(store, eval_rows or {})
         self.broker_clock = SuspendTolerantClock(self.clock)
@@ -84,7 +86,8 @@ class Broker:
             self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints)
             opened.callback(self.hints.close)
             first_id = int(self.clock.time() * 1000)  # above all given so far, also where the folder lost its last writes, or all
-            how: dict[str, Any] = {"hints": self.hints.endpoint, "max_message_bytes": max_message_bytes, "buffer_filter": buffer_filter}
+            how: dict[str, Any] = {"hints": self.hints.endpoint, "max_message_bytes": max_message_bytes, "validates": validates}
+            how["buffer_filter"] = buffer_filter
             self._new_machine = functools.partial(Machine, rules, source, run=run, first_id=first_id, **how)
             self.machine = self._restored()
             self._opened = opened.pop_all()
@@ -124,7 +127,7 @@ class Broker:
         effects: list[Effect] = []
         self._all_heard = self.server.is_drained
         if self.keys is not None:
-            requests = self.keys.tell(requests)
+            requests = self.keys.answer_keys(requests)
             effects += self._apply_key_changes(self.keys, now)
         if requests or self._store_problem != before:
             effects += self._apply(requests, now)
@@ -210,19 +213,19 @@ class Broker:
             log.log(logging.WARNING if effect.is_warning else logging.INFO, "%s", effect.text)
         elif isinstance(effect, Record):
             self.metrics.add({"time": self.clock.time(), **effect.row})
-        elif isinstance(effect, Lives):
-            self._add_lives(effect)
+        elif isinstance(effect, StepHistory):
+            self._add_history(effect)
 
-    def _add_lives(self, lives: Lives) -> None:
+    def _add_history(self, history: StepHistory) -> None:
         """Record how the groups of a step came to be trained, by the wall clock."""
-        shift = self.clock.time() - self.broker_clock.advance()  # read together: lives.now was before the commit
-        first = min((at for _, life in lives.groups.values() for _, at in life), default=lives.now)
-        about = {"step": lives.step, "shift": shift, "train_s": lives.train_s, "after_s": lives.after_s, "lives": lives.groups}
-        self.spans.record("step", first + shift, lives.now - first, about)
+        shift = self.clock.time() - self.broker_clock.advance()  # read together: history.now was before the commit
+        first = min((at for _, life in history.groups.values() for _, at in life), default=history.now)
+        about = {"step": history.step, "shift": shift, "train_s": history.train_s, "after_s": history.after_s, "lives": history.groups}
+        self.spans.record("step", first + shift, history.now - first, about)
 
     def _reply(self, reply: Reply, writes: Writes) -> None:
         try:
-            bulk = [frame for part in reply.bulk for frame in self.frames.of(part, writes)]
+            bulk = [frame for part in reply.bulk for frame in self.frames.frames_for(part, writes)]
             if isinstance(reply.message, HeartbeatReply):
                 reply.message.time = self.clock.time()
                 reply.message.keys = self.keys.keyring.generation if self.keys else 0
@@ -256,10 +259,10 @@ class Broker:
         self._store_problem = text
 
     def _commit(self, writes: Sequence[Write]) -> None:
-        """Have these written, however long that takes: nothing of them is said, and nothing else decided, until they are.
+        """Have these written, however long that takes: none of them is answered, and nothing else decided, until they are.
 
         Meanwhile every request is answered with the problem, to be asked again, and the time does not count. Raises StoreRefusal, and
-        StoreError when the broker is told to stop before.
+        StoreError when the broker has to stop before.
         """
         began, logged_at, last_code = self.clock.monotonic(), float("-inf"), ""
         while True:
@@ -277,7 +280,7 @@ class Broker:
             log.warning("the broker's store is written again after %.1f s; nothing was lost", self.clock.monotonic() - began)
 
     def _refuse_all(self, problem: StoreError, *, until: float) -> None:
-        """Answer the status, and with `problem` all else. Raises it when the broker is told to stop."""
+        """Answer the status, and with `problem` all else. Raises it when the broker has to stop."""
         self.machine.state.store_problem = problem.text
         while (left_s := until - self.clock.monotonic()) > 0:
             if self._stop.is_set():
@@ -310,3 +313,34 @@ def event_of(request: Request) -> Event:
     header, message, bulk = request.header, request.message, request.bulk
     to = Address(request.peer, header.id)
     return Event(to=to, sender=header.sender, epoch=header.epoch, run=header.run, message=message, bulk=bulk, key=request.key)
+
+
+class StatusAskers:
+    """The requests that wait for the next document. Used by one thread. document: makes it."""
+
+    def __init__(self, server: Server, clock: Clock, document: Callable[[], dict[str, Any]]) -> None:
+        self._server, self._clock, self._document = server, clock, document
+        self._waiting: dict[bytes, int] = {}
+        self._next_at = float("-inf")
+
+    def add(self, to: Address) -> None:
+        """Answer this request with the next document; a peer that has another one unanswered, or unread, is refused."""
+        if self._server.has_unread(to.peer) or self._waiting.setdefault(to.peer, to.request) != to.request:
+            self._server.answer(to.peer, to.request, Error(code="busy", text=ONE_AT_A_TIME, retryable=True), is_excess=True)
+
+    @property
+    def due_s(self) -> float:
+        """Seconds until somebody is to be answered."""
+        return max(0.0, self._next_at - self._clock.monotonic()) if self._waiting else float("inf")
+
+    def answer(self, *, is_last: bool = False) -> None:
+        """Answer all who wait, where the time has come, or `is_last`."""
+        started = self._clock.monotonic()
+        if not self._waiting or (started < self._next_at and not is_last):
+            return
+        frame = msgspec.json.encode(self._document())
+        waiting, self._waiting = self._waiting, {}
+        for peer, request in waiting.items():
+            self._server.answer(peer, request, StatusReply(), [frame])
+        ended = self._clock.monotonic()
+        self._next_at = ended + min(MAX_PAUSE_S, TIMES_COST * (ended - started))

@@ -33,7 +33,7 @@ SLOW_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests take long begin first: of the processes that share the files, none is left with a long one at the end."""
+    """Files with long tests begin first: of the processes that share the files, none is left with a long one at the end."""
 
     def turn(item: pytest.Item) -> int:
         return next((number for number, part in enumerate(SLOW_FIRST) if f"tests/{part}" in item.path.as_posix()), len(SLOW_FIRST))

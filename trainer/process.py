@@ -147,11 +147,13 @@ def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *,
         with contextlib.suppress(KeyboardInterrupt), rank_process(resolved, "trainer", source, stop, folder="replay", debug=debug) as rank:
             _replay(resolved, debugging, *rank, stop)
         return
-    session = functools.partial(BrokerSession, resolved, broker, take_over=take_over)
+    connect, session = functools.partial(BrokerSession, resolved, broker, take_over=take_over), None
     try:
-        with rank_process(resolved, "trainer", session, stop, debug=debug) as rank:
-            _train(resolved, broker, debugging, *rank, stop)
+        with rank_process(resolved, "trainer", connect, stop, debug=debug) as (session, spans):
+            _train(resolved, broker, debugging, session, spans, stop)
     except KeyboardInterrupt:
+        if session is None or not session.has_trained:
+            return
         saved = saved_step(resolved.run_dir / "checkpoints") or 0
         if saved >= resolved.config.rollout.num_rollout:
             log.warning("interrupted after the last step was saved, before the broker said that the run is finished")

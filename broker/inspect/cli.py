@@ -44,16 +44,16 @@ def buffer() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 def ls(run: Target, states: tuple[str, ...], containing: str, kind: str | None, limit: int | None, as_json: bool) -> None:
     """List groups: state, failures, worker, samples, tokens, versions and the reason of the last move; dead letters with --state dead."""
-    from broker.inspect.export import about_of
+    from broker.inspect.export import summary_of
 
     with _snapshot(run) as snapshot:
         chosen = (group for group in _chosen(snapshot, (), states, containing) if kind in (None, group.kind))
         found = sorted(chosen, key=lambda group: (group.kind, group.position, group.id))
     if as_json:
         for group in found[:limit]:
-            click.echo(json.dumps({"group": group.id, **about_of(group)}))
+            click.echo(json.dumps({"group": group.id, **summary_of(group)}))
         return
-    for line in columns([_listed(group) for group in found[:limit]], HEADER):
+    for line in columns([_row_of(group) for group in found[:limit]], HEADER):
         click.echo(line)
     counts = {state: sum(g.phase == state for g in found) for state in STATES}
     click.echo(f"{len(found)} groups: {_counted(counts)}", err=True)
@@ -235,7 +235,7 @@ def _chosen(
             yield group
 
 
-def _listed(group: "Group") -> tuple[object, ...]:
+def _row_of(group: "Group") -> tuple[object, ...]:
     state = group.phase + (f" {group.step}" if group.step >= 0 else "")
     versions = f"{group.oldest_version}..{group.newest_version}" if group.newest_version >= 0 else ""
     sizes = (group.num_samples or "", group.num_tokens or "")

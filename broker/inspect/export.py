@@ -59,7 +59,7 @@ def _write(snapshot: StoreSnapshot, groups: Iterator[Group], folder: Path, shard
                 write_arrays(arrays, folder / shard_name(shard))
                 shard, arrays = shard + 1, {}
             arrays |= own_arrays
-            row = {"group": group.id, **about_of(group), "prompt": prompt}
+            row = {"group": group.id, **summary_of(group), "prompt": prompt}
             if samples is not None:
                 row |= {"table": samples.table, "arrays": shard_name(shard)}
                 done.samples += len(samples.samples)
@@ -75,7 +75,7 @@ ABOUT = (
 )
 
 
-def about_of(group: Group) -> dict[str, Any]:
+def summary_of(group: Group) -> dict[str, Any]:
     """What a person may want to know of a group, in every listing and export."""
     lease = {"attempt": group.lease.id, "worker": group.lease.worker, "lineage": group.lease.lineage}
     return {"state": group.phase} | lease | {name: getattr(group, name) for name in ABOUT}

@@ -69,7 +69,7 @@ class StoreSnapshot:
     def num_freed_steps(self) -> int:
         """How many steps have no samples any more: every checkpoint that is kept is of a later one."""
         found = self.records.get("meta", "meta")
-        return 0 if found is None else msgspec.msgpack.decode(found, type=Meta).floor
+        return 0 if found is None else msgspec.msgpack.decode(found, type=Meta).oldest_kept_step
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from broker.inspect.export import about_of
+from broker.inspect.export import summary_of
 from broker.inspect.reader import StoreSnapshot
 from broker.state.groups import Group
 from slimebus.bus.samples import Sample, SampleRow, decode_group
@@ -33,7 +33,7 @@ def as_object(snapshot: StoreSnapshot, group: Group) -> dict[str, Any]:
     """Everything of a group, with its arrays as lists."""
     stored = snapshot.samples(group)
     rows = [_as_object(sample) for sample in ([] if stored is None else decode_group(stored.frames))]
-    return {"group": group.id, **about_of(group), "prompt": snapshot.prompt(group.id), "samples": rows}
+    return {"group": group.id, **summary_of(group), "prompt": snapshot.prompt(group.id), "samples": rows}
 
 
 def _as_object(sample: Sample) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _as_object(sample: Sample) -> dict[str, Any]:
 
 def in_lines(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> list[str]:
     """A group as lines of text."""
-    about = {name: value for name, value in about_of(group).items() if value not in ("", -1, 0)}
+    about = {name: value for name, value in summary_of(group).items() if value not in ("", -1, 0)}
     lines = [f"group {group.id}: " + ", ".join(f"{name} {value}" for name, value in about.items())]
     prompt = snapshot.prompt(group.id)
     lines += [f"prompt: {shortened(prompt.get('prompt'))}", f"label: {shortened(prompt.get('label'))}"] if prompt else ["prompt: not kept"]

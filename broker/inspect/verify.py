@@ -159,7 +159,7 @@ def _step_problems(groups: dict[str, Group], steps: dict[str, StepRecord], meta:
         if record.is_committed != (record.step < meta.next_step):
             yield f"step {record.step}: committed is {record.is_committed}, but the next step is {meta.next_step}"
         wanted = COMMITTED if record.is_committed else ASSIGNED
-        for name in record.groups if record.step >= meta.floor else ():
+        for name in record.groups if record.step >= meta.oldest_kept_step else ():
             chosen[name] += 1
             group = groups.get(name)
             if group is None or (group.phase, group.step) != (wanted, record.step):

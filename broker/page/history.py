@@ -117,7 +117,7 @@ class History:
             column.extend([0.0] * (num_steps + 1 - len(column)))
         self.last = row
         if "weights_version" in metrics:
-            self._of_version(int(metrics["weights_version"])).update({name: metrics.get(name) for name in WEIGHTS})
+            self._record_of(int(metrics["weights_version"])).update({name: metrics.get(name) for name in WEIGHTS})
 
     def _add_served(self, worker: str, row: dict[str, Any]) -> None:
         rows, times = self.workers.setdefault(worker, []), {name: _number(row.get(name, 0.0)) for name in ("serving_s", "busy_s")}
@@ -137,11 +137,11 @@ class History:
     def _add_pull(self, worker: str, version: int, metrics: dict[str, Any]) -> None:
         took = [_number(metrics.get(name, 0.0)) for name in ("sync_s", *(f"sync_{stage}_s" for stage in STAGES))]
         if took[0] and math.isfinite(sum(took)):
-            pulls = self._of_version(version).setdefault("pulls", {})
+            pulls = self._record_of(version).setdefault("pulls", {})
             self.serial += pulls.get(worker) != took
             pulls[worker] = took
 
-    def _of_version(self, version: int) -> dict[str, Any]:
+    def _record_of(self, version: int) -> dict[str, Any]:
         found = self.versions.setdefault(version, {})
         for old in sorted(self.versions)[:-VERSIONS_SHOWN]:
             del self.versions[old]
@@ -149,7 +149,7 @@ class History:
 
     # --- what is shown ---
 
-    def shown(self) -> dict[str, Any]:
+    def charts(self) -> dict[str, Any]:
         """What the charts are drawn from."""
         return self.thinned() | {"evaluations": list(self.evaluations.values()), "weights": self.weights()}
 
@@ -172,8 +172,8 @@ class History:
         found["steps_per_s"] = np.diff(found["step"], prepend=math.nan) / seconds
         found["tokens_per_s"] = np.add.reduceat(np.nan_to_num(raw["tokens"]), starts) / seconds
         found["rollout_tokens_per_s"] = np.diff(raw["rollout_tokens"][ends], prepend=math.nan).clip(min=0) / seconds
-        lags = {name: _listed(_means(np.array(column), starts)) for name, column in sorted(self.lags.items())}
-        return {name: _listed(values) for name, values in found.items()} | {"lags": lags}
+        lags = {name: _as_list(_means(np.array(column), starts)) for name, column in sorted(self.lags.items())}
+        return {name: _as_list(values) for name, values in found.items()} | {"lags": lags}
 
     def weights(self) -> list[dict[str, Any]]:
         """The newest versions: what publishing took, how many workers have it, the median seconds of each stage, the slowest worker."""
@@ -227,5 +227,5 @@ def _means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return means
 
 
-def _listed(values: np.ndarray) -> list[float | None]:
+def _as_list(values: np.ndarray) -> list[float | None]:
     return [float(f"{v:.5g}") if abs(v) < 1e5 else round(v, 1) if math.isfinite(v) else None for v in values.tolist()]

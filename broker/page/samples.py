@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from broker.inspect.export import about_of
+from broker.inspect.export import summary_of
 from broker.inspect.reader import StoreSnapshot
 from broker.inspect.show import Decode, shortened
 from broker.state.groups import Group
@@ -24,32 +24,32 @@ MAX_PIECE = 8
 """Tokens that may make one character together."""
 
 
-def listed(snapshot: StoreSnapshot, states: Iterable[str], containing: str) -> list[dict[str, Any]]:
+def list_groups(snapshot: StoreSnapshot, states: Iterable[str], containing: str) -> list[dict[str, Any]]:
     """The groups of these states with a text in their id or reason: of the newest steps first, at most MAX_GROUPS."""
     found = (group for group in snapshot.groups(states) if containing in group.reason or containing in group.id)
     newest = heapq.nlargest(MAX_GROUPS, found, key=lambda group: (group.step, group.kind == "train", group.position))
-    return [{"group": group.id} | about_of(group) for group in newest]
+    return [{"group": group.id} | summary_of(group) for group in newest]
 
 
-def whole(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> dict[str, Any]:
+def group_detail(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> dict[str, Any]:
     """A group: what became of it, its prompt, its samples. Raises ProtocolError for samples that nobody can read."""
     prompt, stored = snapshot.prompt(group.id) or {}, snapshot.samples(group)
     samples = [] if stored is None else decode_group(stored.frames)
     shown = {name: shortened(value) for name, value in prompt.items() if value}
-    return {"group": group.id, **about_of(group), "prompt": shown} | _shown(samples, decode)
+    return {"group": group.id, **summary_of(group), "prompt": shown} | _samples(samples, decode)
 
 
-def dumped(run_dir: Path, containing: str) -> list[dict[str, Any]]:
-    """The groups with samples that the trainer kept (trainer.dump_samples), as `listed`: the newest step first."""
+def list_dumped(run_dir: Path, containing: str) -> list[dict[str, Any]]:
+    """The groups with samples that the trainer kept (trainer.dump_samples), as `list_groups`: the newest step first."""
     found = (about for _, about, group in _kept(run_dir) if containing in group.group)
     return list(itertools.islice(found, MAX_GROUPS))
 
 
-def whole_dumped(run_dir: Path, name: str, decode: Decode | None) -> dict[str, Any]:
-    """A group that the trainer kept, as `whole`; its prompt is in the tokens. Raises UsageError where there is none."""
+def dumped_detail(run_dir: Path, name: str, decode: Decode | None) -> dict[str, Any]:
+    """A group that the trainer kept, as `group_detail`; its prompt is in the tokens. Raises UsageError where there is none."""
     for place, about, group in _kept(run_dir):
         if group.group == name:
-            return about | {"worker": "", "prompt": {}} | _shown(group.samples(place), decode)
+            return about | {"worker": "", "prompt": {}} | _samples(group.samples(place), decode)
     raise UsageError(f"the samples of group {name!r} are not kept any more")
 
 
@@ -70,7 +70,7 @@ def _kept(run_dir: Path) -> Iterator[tuple[Path, dict[str, Any], ExportedGroup]]
                 )
 
 
-def _shown(samples: list[Sample], decode: Decode | None) -> dict[str, Any]:
+def _samples(samples: list[Sample], decode: Decode | None) -> dict[str, Any]:
     return {"num_samples": len(samples), "samples": [_sample(sample, decode) for sample in samples[:MAX_SAMPLES]]}
 
 

@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
@@ -20,19 +20,22 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 from aiohttp import web
 
+from broker.inspect.changes import BufferEditor
 from broker.inspect.reader import STATES, StoreSnapshot, open_snapshot
 from broker.inspect.show import text_of
 from broker.page import samples
 from broker.page.history import History
-from broker.page.live import Live
 from slimebus.bus.errors import SlimebusError
+from slimebus.bus.messages import EditReply
+from slimebus.client.connect import visit
 from slimebus.config import Resolved
 from slimebus.config.saved import without_secrets
+from slimebus.view.run_status import RunStatus
 
 T = TypeVar("T")
 log = logging.getLogger("slimebus.page")
 
-LOOK_S, HISTORY_S = 1.0, 2.0
+POLL_S, HISTORY_S = 1.0, 2.0
 TIMES_ANSWER = 50.0
 """The broker is asked again after so many times as long as it took to answer: looking costs it a fiftieth of its time at most."""
 ALIVE_S = 10.0
@@ -41,6 +44,10 @@ SENT_S = 0.2
 MAX_BODY_BYTES = 1 << 20
 MAX_PATH = 200
 """Characters; the disk refuses longer names."""
+ANSWER_S, EDIT_S = 5.0, 30.0
+LEFT_OUT = ("clients", "steps", "parked", "evaluations", "skipped_prompts")
+"""Of the status: in the records, or shown otherwise."""
+OF_CLIENT, OF_METRICS = ("name", "role", "state", "version", "leases", "silent_s"), ("sync_s", "tokens")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -50,6 +57,36 @@ HEADERS = {
 }
 STATIC = Path(str(files("broker.page"))) / "static"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class Live(RunStatus):
+    """The newest status, for one thread that asks. took_s: how long the broker took to answer."""
+
+    def __init__(self, resolved: Resolved, broker: str | None) -> None:
+        super().__init__(resolved, broker, what="page", timeout_s=ANSWER_S)
+        self.took_s = 0.0
+
+    def poll(self, patience_s: float = 0.0) -> None:
+        """Ask; without a broker that answers the status stays."""
+        started = time.monotonic()
+        super().poll(patience_s)
+        self.took_s = time.monotonic() - started
+
+    def replay(self, groups: Sequence[str]) -> EditReply:
+        """Have dead or dropped groups tried again. Raises SlimebusError, as where no key of a client is at hand."""
+        with visit(self.resolved, self.broker, what="page", patience_s=0.0) as client:
+            return BufferEditor(client, EDIT_S).edit_all("replay", groups, "asked for on the page")
+
+    def summary(self) -> dict[str, Any]:
+        """The status as the page takes it: without the records, and one short row for each process."""
+        clients = self.status.get("clients", [])
+        rows = [[*(c[name] for name in OF_CLIENT), *(c["metrics"].get(name) for name in OF_METRICS)] for c in clients]
+        found = {name: value for name, value in self.status.items() if name not in LEFT_OUT}
+        return found | {"problem": self._reason(), "worker_columns": OF_CLIENT + OF_METRICS, "workers": rows}
+
+    def _reason(self) -> str:
+        """Why the status is not of now; empty when it is."""
+        return "" if self.problem is None else "the run is over" if self.is_over else self.problem.text
 
 
 class Page:
@@ -77,18 +114,18 @@ class Page:
             if self._viewers and time.monotonic() - shown_at >= HISTORY_S:
                 await self._show_records()
                 shown_at = time.monotonic()
-            await asyncio.sleep(0.0 if is_more else LOOK_S)
+            await asyncio.sleep(0.0 if is_more else POLL_S)
 
     async def _show_records(self) -> None:
         if self._shown != self.history.serial:
             self._shown = self.history.serial
-            self._send("history", await self._read(self.history.shown))
+            self._send("history", await self._read(self.history.charts))
 
     async def _follow_status(self) -> None:
         while True:
             await self._wanted.wait()
             await self._show_status()
-            await asyncio.sleep(max(LOOK_S, TIMES_ANSWER * self.live.took_s))
+            await asyncio.sleep(max(POLL_S, TIMES_ANSWER * self.live.took_s))
             if not self._viewers:
                 self._wanted.clear()
 
@@ -103,10 +140,10 @@ class Page:
         await asyncio.sleep(SENT_S)
 
     async def _show_status(self) -> None:
-        await self.look()
+        await self.poll()
         self._send("status", self.live.summary() | await self._read(lambda: self.history.remarks(self.live.status)))
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Ask the broker now."""
         async with self._one_asks:
             await asyncio.to_thread(self.live.poll)
@@ -159,16 +196,16 @@ class Page:
         """A list of groups."""
         wanted, text = request.query.getall("state", []), request.query.get("text", "")
         if samples.DUMPED in wanted:
-            return await self._answer(lambda: samples.dumped(self.resolved.run_dir, text))
+            return await self._answer(lambda: samples.list_dumped(self.resolved.run_dir, text))
         states = [state for state in wanted if state in STATES]
-        return await self._answer(lambda: self._of_store(lambda store: samples.listed(store, states, text)))
+        return await self._answer(lambda: self._of_store(lambda store: samples.list_groups(store, states, text)))
 
     async def group(self, request: web.Request) -> web.Response:
         """One group with its samples."""
         name = request.query.get("id", "")
         if request.query.get("state") == samples.DUMPED:
-            return await self._answer(lambda: samples.whole_dumped(self.resolved.run_dir, name, self.decode()))
-        return await self._answer(lambda: self._of_store(lambda store: samples.whole(store, store.group(name), self.decode())))
+            return await self._answer(lambda: samples.dumped_detail(self.resolved.run_dir, name, self.decode()))
+        return await self._answer(lambda: self._of_store(lambda store: samples.group_detail(store, store.group(name), self.decode())))
 
     def _of_store(self, ask: Callable[[StoreSnapshot], T]) -> T:
         durability = self.resolved.config.broker.durability
@@ -200,7 +237,7 @@ class Page:
         """Everything for Prometheus, as of now; with `per=process` each worker's values."""
         from broker.page import metrics  # a page without a scraper starts without it
 
-        await self.look()
+        await self.poll()
         status, each = self.live.status if not self.live.problem else {}, request.query.get("per") == "process"
         text = metrics.exposition(status, self.history, is_per_process=each)
         return web.Response(body=text, headers={"Content-Type": metrics.CONTENT_TYPE})

@@ -71,8 +71,8 @@ def simulate(
     all values used, and with --from what the run measured beside what is predicted of it.
     """
     from broker.simulate.calibrate import calibrate, measured
-    from broker.simulate.closed_form import mean_staleness
     from broker.simulate.simulated_run import simulate as play
+    from broker.simulate.workload import mean_staleness
 
     given = {name: _values(name, text) for name, text in varied.items() if text is not None}
     base, itself = dict[str, Any](), dict[str, list[float]]()

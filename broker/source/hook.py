@@ -9,6 +9,7 @@ one twice, and knows exactly the feedback about what the broker knows to have ha
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import msgspec
 
 from broker.source.file_rows import FileRows
-from broker.source.plugins import call_plugin
 from broker.state.prompt_source import GroupResult, Prompt, PromptSource
 from slimebus.bus.errors import DataError, HookError, SlimebusError
 from slimebus.process import hooks
@@ -24,6 +24,8 @@ from slimebus.prompts.prompt_record import PromptKeys, plain, record_of
 
 log = logging.getLogger("broker")
 
+SLOW_S = 0.1
+"""The broker answers nobody while a plug-in works, and leases expire when that takes long; longer than this is logged."""
 METHODS = ("take", "save", "load", "feedback")
 ARGUMENTS = ("rows", "seed")
 MAX_STATE_BYTES = 64 * 1024 * 1024
@@ -202,3 +204,15 @@ def load_source(path: str, *, base: Path, seed: int, rows: FileRows | None) -> H
         raise HookError(f"{name}: unknown argument {unknown[0]!r}; it may take {', '.join(ARGUMENTS)}")
     hook = call_plugin(name, lambda: factory(**{argument: offered[argument] for argument in taken}))
     return HookSource(path, hook, fingerprint=rows.fingerprint if rows is not None else "")
+
+
+def call_plugin(name: str, plugin: Callable[..., Any], *given: Any) -> Any:
+    """What the plug-in returns. Raises HookError with its name for anything it raises, SystemExit too."""
+    started = time.monotonic()
+    try:
+        answer = plugin(*given)
+    except BaseException as bad:  # signals set a flag in the broker: none of these is a Ctrl-C
+        raise HookError(f"{name} failed: {type(bad).__name__}: {hooks.text_of(bad)}") from bad
+    if (took := time.monotonic() - started) > SLOW_S:
+        log.warning("%s took %.2f s; the broker answers nobody meanwhile", name, took)
+    return answer

@@ -1,14 +1,15 @@
 """The broker's decisions: (events, now) -> effects. No socket, disk, clock or random source in here.
 
-broker_state.py  the state that the functions share   wait_reasons.py what each process waits for
-rules.py       the constants of a run                  records.py       what is stored of it
-effects.py     what goes in and what comes out         transitions.py  what becomes of a group
-groups.py      the groups in play, found in many ways  clients.py       who takes part; epochs and fencing
-admission.py   when a worker may start a group         leases.py        lease, put, give back, expiry
-staleness.py   what is too old                         choice.py        the groups of a batch
-batches.py     batch, fetch, commit                    timeline.py      resume, publish, finish
-prompts.py     where the next prompt comes from        waiting.py       requests that wait for their answer
-timers.py      deadlines                               pace.py          how fast the run was so far
-agreement.py   settings that all must have             damage.py        stored records that cannot be read
-features/      what a run may do without
+Prompts and the choice of a buffer filter are asked of two narrow protocols given as arguments (prompt_source.py, records.BufferFilter).
+
+broker_state.py  the state that the functions share    records.py     what is stored    rules.py     the constants of a run
+effects.py       what goes in and what comes out       groups.py      the groups in play       transitions.py  what becomes of a group
+clients.py       joining, epochs, fencing, settings    heartbeats.py  which leases live on; commands    lease_table.py  until when
+prompts.py       where the next prompt comes from      pushes.py      prompts that clients push
+admission.py     when a worker may start a group       leases.py      lease, put, give back, expiry    partials.py  unfinished groups
+staleness.py     what is too old                       choice.py      the groups of a batch            batches.py   batch, fetch, commit
+timeline.py      resume, publish                       ending.py      how a run ends                   evaluation.py  held-out scores
+consumers.py     services that read the groups         settings.py    what may change meanwhile        edits.py     drop, replay, import
+waiting.py       requests that wait for their answer   timers.py      deadlines                        damage.py    damaged records
+watchdog.py      whether the run stands still          diagnosis.py   who waits for whom               status.py    all of it for people
 """

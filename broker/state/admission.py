@@ -11,7 +11,7 @@ the mean of the last groups while it is in flight. These are estimates: they pac
 from broker.state import prompts
 from broker.state.broker_state import State
 from broker.state.groups import LEASED, READY
-from broker.state.records import Client
+from broker.state.records import Cause, Client
 from broker.state.waiting import Waiting
 from slimebus.bus.messages import MAX_BATCH_SIZE, NO_VERSION, Lease
 
@@ -48,31 +48,35 @@ def why_waiting(state: State, waiting: Waiting[Lease]) -> str:
     client = state.clients.get(waiting.client)
     if client is None:
         return "its worker left"
-    return refusal_for(state, client, needs_weights=waiting.message.needs_weights) or prompts.why_none(state) or "waiting its turn"
+    refusal = refusal_for(state, client, needs_weights=waiting.message.needs_weights)
+    return refusal.reason if refusal is not None else prompts.why_none(state) or "waiting its turn"
 
 
-def refusal_for(state: State, client: Client, *, needs_weights: bool) -> str:
-    """Why this worker may not start a training group now; empty when it may."""
-    rules, num_held = state.rules, state.num_held
+def refusal_for(state: State, client: Client, *, needs_weights: bool) -> Cause | None:
+    """Why this worker may not start a training group now, and whom that waits for; None when it may."""
+    rules, num_in_flight = state.rules, state.num_in_flight
     if state.meta.finishing:
-        return "the run is finished" if state.is_finishing else "the run had finished; waiting for a trainer to go on"
+        text = "the run is finished" if state.is_finishing else "the run had finished; waiting for a trainer to go on"
+        return Cause("trainer", [], text)
     if state.store_problem:
-        return state.store_problem
+        return Cause("broker", ["store"], state.store_problem)
     if state.meta.filtered_in_a_row >= rules.max_filtered:
-        return all_filtered(state)
+        return Cause("broker", ["filter"], all_filtered(state))
     if needs_weights and (unready := unready_weights(state, client)):
         return unready
     step = step_of_next(state)
     if rules.num_steps is not None and step >= rules.num_steps:
-        return f"every group of the run's {rules.num_steps} steps is leased, ready or trained"
-    if num_held >= (most := capacity(state)):
-        return f"the buffer holds {num_held} of {most} groups; waiting for the trainer to commit a step"
+        return Cause("trainer", [], f"every group of the run's {rules.num_steps} steps is leased, ready or trained")
+    if num_in_flight >= (most := capacity(state)):
+        text = f"the buffer holds {num_in_flight} of {most} groups; waiting for the trainer to commit a step"
+        return Cause("broker", ["buffer"], text)
     version = state.version_of(step)
     if needs_weights and version > client.serving + rules.max_staleness:
         what = f"a group started now would train in step {step} (version {version})"
         bound = f"more than {rules.max_staleness:g} ahead of the served version {client.serving}"
-        return f"{what}, {bound}; waiting for the trainer to publish version {version - int(rules.max_staleness)}"
-    return ""
+        text = f"{what}, {bound}; waiting for the trainer to publish version {version - int(rules.max_staleness)}"
+        return Cause("trainer", [], text)
+    return None
 
 
 def all_filtered(state: State) -> str:
@@ -82,13 +86,15 @@ def all_filtered(state: State) -> str:
     return f"{what}: {why}; give other data, or raise dynamic_sampling_limit"
 
 
-def unready_weights(state: State, client: Client) -> str:
-    """Why the worker's weights cannot make samples for this timeline; empty when they can."""
+def unready_weights(state: State, client: Client) -> Cause | None:
+    """Why the worker's weights cannot make samples for this timeline; None when they can."""
     meta = state.meta
     if not meta.lineage or meta.version == NO_VERSION:
-        return "no weights are published yet; waiting for the trainer"
+        return Cause("trainer", [], "no weights are published yet; waiting for the trainer")
     if client.lineage != meta.lineage or client.serving == NO_VERSION:
-        return f"the worker serves no verified version of lineage {meta.lineage[:8]}; it must pull version {meta.version} first"
+        text = f"the worker serves no verified version of lineage {meta.lineage[:8]}; it must pull version {meta.version} first"
+        return Cause("rollout", [client.name], text)
     if client.serving > meta.version:
-        return f"the worker says it serves version {client.serving}, but {meta.version} is the newest published"
-    return ""
+        text = f"the worker says it serves version {client.serving}, but {meta.version} is the newest published"
+        return Cause("rollout", [client.name], text)
+    return None

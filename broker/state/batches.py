@@ -5,7 +5,7 @@ The groups of a step are chosen once and stay chosen until the step is committed
 
 import math
 
-from broker.state import admission, autopilot, choice, consumers, prompts, staleness, transitions, wait_reasons
+from broker.state import admission, choice, consumers, diagnosis, prompts, settings, staleness, transitions
 from broker.state.broker_state import FILTERED, State
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group, Phase
@@ -70,7 +70,7 @@ def _reply(state: State, step: int) -> BatchReply:
 def answer_timed_out(state: State, step: int) -> None:
     """Answer a batch request that waited to its end: nothing, and what it waited for."""
     if step in state.waiting_batches:
-        reason = wait_reasons.reason_for(state, step)
+        reason = diagnosis.reason_for(state, step)
         state.answer(state.waiting_batches, step, BatchReply(step=step, version=state.version_of(step), reason=reason))
 
 
@@ -146,8 +146,8 @@ def _commit(state: State, record: StepRecord, done: Commit) -> None:
     _warn_of_kept(state)
     state.recent.append(row)
     state.record(row)
-    state.record_lives(record.step, groups, metrics)
-    autopilot.look(state)
+    state.record_history(record.step, groups, metrics)
+    settings.adjust_bound(state)
 
 
 def _warn_of_kept(state: State) -> None:
@@ -156,7 +156,10 @@ def _warn_of_kept(state: State) -> None:
     if len(kept) >= WARN_KEPT_STEPS and len(kept).bit_count() == 1:
         size = sum(record.size_bytes for record in kept) / 2**30
         text = f"the samples of {len(kept)} trained steps ({size:.2f} GiB) are kept, for the oldest checkpoint kept would train step"
-        state.note(f"{text} {state.meta.floor} next; save more often (trainer.save_interval), or keep fewer checkpoints", is_warning=True)
+        state.note(
+            f"{text} {state.meta.oldest_kept_step} next; save more often (trainer.save_interval), or keep fewer checkpoints",
+            is_warning=True,
+        )
 
 
 def step_row(state: State, record: StepRecord, groups: list[Group], lags: list[int]) -> dict[str, object]:
@@ -197,4 +200,4 @@ def free(state: State, checkpoint: int) -> None:
             state.changed("groups", group.id)
             prompts.free(state, group.id)
         state.changed("steps", step)
-    state.meta.floor = max(state.meta.floor, checkpoint)
+    state.meta.oldest_kept_step = max(state.meta.oldest_kept_step, checkpoint)

@@ -1,18 +1,18 @@
 """The state that every decision reads and changes, and how changes become effects."""
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from broker.state.effects import Address, Bulk, Effect, Lives, Note, Notify, Record, Reply, Table, Write
+from broker.state.effects import Address, Bulk, Effect, Note, Notify, Record, Reply, StepHistory, Table, Write
 from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, WITH_SAMPLES, Group, Groups, Phase, field_key
-from broker.state.pace import Pace
+from broker.state.lease_table import LeaseTable
 from broker.state.prompt_source import GroupResult, PromptSource, StatefulSource
-from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, PushRecord, StepRecord
+from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, Pace, PushRecord, StepRecord
 from broker.state.rules import Rules
-from broker.state.timers import Timers
+from broker.state.timers import Key, Timers
 from broker.state.waiting import WaitingRequests
 from slimebus.bus.envelope import one_line
 from slimebus.bus.errors import SlimebusError
@@ -23,13 +23,16 @@ MAX_REASON_CHARS = 64
 MAX_ENDED_REASON_CHARS = 512
 """Of a dead or dropped group, on disk: a list of them shows the whole message."""
 RECENT_STEPS = 64
-RECENT_LEASES = 4096
 MAX_ENDED = 16_384
 """Dropped groups that are listed, and dead ones; older ones are only counted."""
 MAX_PHASES = 64
 """Of one group that are kept in mind."""
 FILTERED = "groups filtered"
 _encode = msgspec.msgpack.Encoder().encode
+
+
+class BrokenState(Exception):
+    """Tables of the state disagree: a fault of this program."""
 
 
 class State:
@@ -51,6 +54,7 @@ class State:
         self._kept: dict[str, dict[Any, Any]] = {"groups": self.groups.by_id}
         self._kept |= {table: getattr(self, table) for table in ROWS if table not in ("meta", "groups", "ended")}
         self.timers = Timers()
+        self.leases = LeaseTable(self.groups, self.timers)
         self.waiting_leases: WaitingRequests[tuple[str, int], Lease] = WaitingRequests("lease", self.timers)
         self.waiting_batches: WaitingRequests[int, Batch] = WaitingRequests("batch", self.timers)
         self.waiting_reads: WaitingRequests[str, Read] = WaitingRequests("read", self.timers)
@@ -60,15 +64,13 @@ class State:
         self.fetched_steps: dict[int, float] = {}
         self.last_reads: dict[str, tuple[int, int, int]] = {}
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
-        self.recent_leases: dict[int, str] = {}
-        self.lease_since: dict[int, float] = {}
-        self.lives: dict[str, list[tuple[str, float]]] = {}
+        self.phase_history: dict[str, list[tuple[str, float]]] = {}
         """Training group in play -> the phases it came into since this process began, and when."""
-        self.num_recalls = self.served_changes = 0
+        self.served_changes = 0
         self.pace = Pace()
         self.stale_removed_at: tuple[int, float] | None = None
         self.finish_is_announced, self.finish_is_confirmed = False, True
-        self.members_before: set[tuple[str, str]] = set()
+        self.members_at_restart: set[tuple[str, str]] = set()
         self.had_members = False
         self.bound_hits: Counter[str] = Counter()
         self.max_message_bytes, self.hints_address, self.store_problem = 0, "", ""
@@ -142,7 +144,7 @@ class State:
             writes.append(Write(table, str(key), None if record is None else _encode(record)))
         effects = writes + self._effects
         if self._has_news:
-            effects.append(Notify(Hint(**self.meta.newest(), finished=self.is_finished, recalls=self.num_recalls)))
+            effects.append(Notify(Hint(**self.meta.newest(), finished=self.is_finished, recalls=self.leases.num_recalls)))
         self._effects, self._changed, self._has_news = [], {}, False
         return effects
 
@@ -168,7 +170,7 @@ class State:
         """Raise SlimebusError `busy` where one more request of this kind, or of this client, may not wait."""
         if len(waiting) >= self.rules.max_parked:
             raise self.busy("max_parked", f"{len(waiting)} {waiting.name} requests wait already")
-        if (count := len(waiting.of(client))) >= self.rules.max_parked_per_client:
+        if (count := len(waiting.asked_by(client))) >= self.rules.max_parked_per_client:
             raise self.busy("max_parked_per_client", f"{count} {waiting.name} requests of {client} wait already")
 
     # --- moving groups ---
@@ -176,7 +178,7 @@ class State:
     def enter(self, group: Group, origin: str) -> Group:
         """Take in a group in the state it is in, counted by where it comes from."""
         self.groups.add(group)
-        self._note_life(group)
+        self._record_phase(group)
         self.tally(self.meta.moves, origin)
         self.changed("groups", group.id)
         return group
@@ -185,11 +187,11 @@ class State:
         """Change a group's state, counted by reason."""
         was = group.phase
         self.groups.move(group, phase)
-        self._note_life(group)
+        self._record_phase(group)
         group.reason = reason[:MAX_REASON_CHARS]
         self.tally(self.meta.moves, f"{_kind_prefix(group)}{was}>{phase} {reason}")
         if was == LEASED:
-            self._lease_ended(group)
+            self.leases.end(group)
         self.changed("groups", group.id)
 
     def retire(self, group: Group, reason: str) -> None:
@@ -198,36 +200,27 @@ class State:
         self.forget_samples(group, reason)
         self.waste_partial(group, reason)
         self.groups.remove(group)
-        self._lease_ended(group)
+        self.leases.end(group)
         self.changed("groups", group.id)
-        self.lives.pop(group.id, None)
+        self.phase_history.pop(group.id, None)
         if group.kind == TRAIN:
             self.delete("prompts", group.id)
 
-    def _note_life(self, group: Group) -> None:
+    def _record_phase(self, group: Group) -> None:
         if group.phase in (DROPPED, DEAD):
-            self.lives.pop(group.id, None)
-        elif group.kind == TRAIN and len(life := self.lives.setdefault(group.id, [])) < MAX_PHASES:
+            self.phase_history.pop(group.id, None)
+        elif group.kind == TRAIN and len(life := self.phase_history.setdefault(group.id, [])) < MAX_PHASES:
             life.append((group.phase, self.now))
 
-    def record_lives(self, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+    def phases_of(self, group: Group) -> str:
+        """The phases that a group came into since this process began, and when, in words."""
+        return ", ".join(f"{phase} at {at:.3f} s" for phase, at in self.phase_history.get(group.id, [])) or "nothing"
+
+    def record_history(self, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
         """Record how the groups of a step, which is committed, came to be trained. metrics: the trainer's."""
         after_s = metrics.get("publish_s", 0.0) + metrics.get("save_s", 0.0)
-        lives = {group.id: (group.num_samples, self.lives.pop(group.id, [])) for group in groups}
-        self._effects.append(Lives(step, self.now, metrics.get("train_s", 0.0), after_s, lives))
-
-    def _lease_ended(self, group: Group) -> None:
-        self.timers.cancel(("unconfirmed lease", group.lease.id))
-        self.timers.cancel(("recalled lease", group.lease.id))
-        self.lease_since.pop(group.lease.id, None)
-        if group.lease.worker not in self.groups.by_worker:
-            self.timers.cancel(("leases of", group.lease.worker))
-
-    def remember_lease(self, lease: int, result: str) -> None:
-        """Keep what became of a lease (accepted, discarded, surplus), so that a repeat is not counted again; the oldest is forgotten."""
-        self.recent_leases[lease] = result
-        if len(self.recent_leases) > RECENT_LEASES:
-            del self.recent_leases[next(iter(self.recent_leases))]
+        lives = {group.id: (group.num_samples, self.phase_history.pop(group.id, [])) for group in groups}
+        self._effects.append(StepHistory(step, self.now, metrics.get("train_s", 0.0), after_s, lives))
 
     def keep_latest(self, table: Table, record: Keyed, most: int) -> None:
         """Keep a record by its key; of more than `most` the oldest is forgotten."""
@@ -272,7 +265,7 @@ class State:
         self.delete("payloads", group.id)
         for name in group.late_names:
             self.delete("fields", field_key(group.id, name))
-        self.groups.depart(group)
+        self.groups.unindex(group)
         group.lengths, group.fields, group.late = [], [], []
 
     def waste_partial(self, group: Group, reason: str) -> None:
@@ -298,6 +291,38 @@ class State:
         lease, rewards = group.lease.id, group.rewards
         self.stateful.feedback(GroupResult(id=group.id, attempt=lease, outcome=outcome, reason=reason, rewards=rewards, step=step))
         self.meta.source_ended, self.source_rests_until = False, 0.0  # it may have something now
+
+    # --- what always holds ---
+
+    def validate(self) -> None:
+        """Raise BrokenState where tables disagree. Between bursts of events they never do; it takes time for each group, so tests ask."""
+        for problem in (*self.groups.problems(), *self._problems()):
+            raise BrokenState(problem)
+
+    def _problems(self) -> Iterator[str]:
+        groups, workers = self.groups, self.groups.by_worker
+        if ghosts := sorted(workers.keys() - self.clients.keys()):
+            yield f"leases are held by {ghosts}, who are no clients"
+        if groups.by_lease.keys() != self.leases.held_since.keys():
+            yield f"leases without a time, or times without a lease: {sorted(groups.by_lease.keys() ^ self.leases.held_since.keys())}"
+        chosen = {name for record in self.steps.values() if not record.is_committed for name in record.groups}
+        if chosen != (assigned := {g.id for g in groups.by_id.values() if g.phase == ASSIGNED}):
+            yield f"assigned groups and steps disagree on {sorted(chosen ^ assigned)}"
+        if twice := sorted(groups.by_id.keys() & (self.ended[DROPPED].keys() | self.ended[DEAD].keys())):
+            yield f"groups are in play and ended: {twice}"
+        needed, timers = set(self._needed_timers()), self.timers.keys()
+        optional = {("unserved evaluation", key) for key, one in self.evaluations.items() if not one.is_done}
+        optional |= {("leases of", worker) for worker in workers}
+        if lacking := needed - timers:
+            yield f"timers are lacking: {lacking}"
+        if leaking := {key for key in timers - needed - optional if key[1] is not None}:
+            yield f"timers are left over: {leaking}"
+
+    def _needed_timers(self) -> Iterator[Key]:
+        yield from self.leases.needed_timers()
+        for table in (self.waiting_leases, self.waiting_batches, self.waiting_reads, self.waiting_evaluations):
+            yield from ((table.name, key) for key in table)
+        yield from (("client", name) for name in self.clients)
 
     # --- questions ---
 
@@ -329,7 +354,7 @@ class State:
         return step
 
     @property
-    def num_held(self) -> int:
+    def num_in_flight(self) -> int:
         """Groups leased, ready or assigned."""
         counts = self.groups.counts
         return counts[TRAIN, LEASED] + counts[TRAIN, READY] + counts[TRAIN, ASSIGNED]

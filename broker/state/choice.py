@@ -32,7 +32,7 @@ def is_enough(state: State) -> bool:
         return num_ready >= num_wanted(state)
     if num_ready >= MAX_BATCH_SIZE or admission.ready_tokens(state) >= rules.batch_tokens:
         return True
-    is_full = not state.groups.count(LEASED) and not state.groups.awaiting_fields and state.num_held >= admission.capacity(state)
+    is_full = not state.groups.count(LEASED) and not state.groups.awaiting_fields and state.num_in_flight >= admission.capacity(state)
     return num_ready > 0 and is_full  # no group is in flight and there is no room for another: more tokens cannot come
 
 

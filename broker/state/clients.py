@@ -12,18 +12,18 @@ name with its first request under its own epoch, which only a living one can kno
 those of every older trainer, of any name, once a newer one resumes.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
 
-from broker.state import agreement, commands, evaluation, transitions
+from broker.state import evaluation, transitions
 from broker.state.broker_state import State
 from broker.state.effects import Event
-from broker.state.groups import EVAL, Group, WorkerLeases
+from broker.state.groups import EVAL, Group
 from broker.state.records import Client
 from slimebus.bus import messages as m
 from slimebus.bus import protocol
-from slimebus.bus.envelope import check_name, error_reply, one_line
-from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError
-from slimebus.bus.messages import LEASE_SUM_MODULUS, NO_VERSION, PROTOCOL_VERSION
+from slimebus.bus.envelope import check_name, error_reply
+from slimebus.bus.errors import ConfigError, Fenced, ProtocolError, SlimebusError
+from slimebus.bus.messages import NO_VERSION, PROTOCOL_VERSION
 from slimebus.security.roles import SENDERS
 
 ROLES = ("rollout", "trainer", "consumer", "client")
@@ -35,15 +35,19 @@ BEFORE_RUN_IS_KNOWN = WITHOUT_HELLO - {m.Goodbye}
 MAX_PREVIOUS = 16
 MAX_SUCCESSORS = 8
 """Processes of one name that have said hello and nothing else."""
-MAX_METRICS, MAX_METRIC = 64, 1e100
-"""Of a heartbeat; NaN and larger ones are left out: JSON has no word for them, nor for their sum."""
 SILENT_BEATS = 3
 RECONNECT_S = 2.0
 """Once the broker is started again, a living process is heard within this and a heartbeat: libzmq connects anew at least every second."""
-MAX_PLACE_CHARS = 200
-"""Of `blocked_at`: the end of a path says more than its beginning."""
 FORGET_S = 3600.0
 """A gone client is forgotten after this long; should it come back, it joins anew."""
+
+MODEL = "model.hf_checkpoint"
+WITH_EACH_LEASE = (
+    *("rollout.n_samples_per_prompt", "rollout.rollout_batch_size"),
+    *("rollout.rollout_temperature", "rollout.rollout_top", "rollout.rollout_max", "rollout.rollout_stop"),
+)
+"""How the names begin of what the broker decides with each lease; of all else a process follows its own setting."""
+MAX_SETTINGS, MAX_CHARS = 64, 512
 
 # --- who may ask ---
 
@@ -86,7 +90,7 @@ def sender_of(state: State, event: Event) -> Client:
 
 def touch(state: State, client: Client, peer: bytes = b"") -> None:
     """A sign of life, heard from `peer`."""
-    if not state.finish_is_confirmed and (client.name, client.instance) in state.members_before:
+    if not state.finish_is_confirmed and (client.name, client.instance) in state.members_at_restart:
         state.finish_is_confirmed = True
     client.heard_at, client.is_gone, client.peer = state.now, False, peer
     state.timers.set(("client", client.name), state.now + state.rules.client_timeout_s)
@@ -100,7 +104,7 @@ def hello(state: State, event: Event, ask: m.Hello) -> None:
     client = join(state, event, ask)
     welcome = m.Welcome(run=state.meta.run, epoch=client.epoch, heartbeat_s=state.rules.heartbeat_s, **state.meta.newest())
     welcome.hints, welcome.max_message_bytes = state.hints_address, state.max_message_bytes
-    welcome.protocol, welcome.differences = min(ask.protocol, PROTOCOL_VERSION), agreement.differences(state, client)
+    welcome.protocol, welcome.differences = min(ask.protocol, PROTOCOL_VERSION), differences(state, client)
     state.reply(event.to, welcome)
 
 
@@ -140,7 +144,7 @@ def _check_hello(state: State, event: Event, ask: m.Hello) -> None:
         raise ProtocolError(f"hello: role {ask.role[:64]!r}; expected one of {', '.join(ROLES)}")
     check_name("hello: sender", event.sender)
     check_name("hello: instance", ask.instance)
-    agreement.check_settings(state, event.sender, ask)
+    check_settings(state, event.sender, ask)
 
 
 def _check_key(event: Event, ask: m.Hello, known: Client | None) -> None:
@@ -204,7 +208,7 @@ def _enter(state: State, client: Client) -> None:
         if client.role == "trainer":
             state.pace.trainer, state.pace.trainer_left_at, state.pace.has_stepped = client.name, None, False
         state.note(f"{client.title} joined (epoch {client.epoch})")
-        for difference in agreement.differences(state, client):
+        for difference in differences(state, client):
             state.note(difference, is_warning=True)
 
 
@@ -248,7 +252,7 @@ def fence_older_trainers(state: State, newest: Client) -> None:
 def _answer_fenced(state: State, client: Client) -> None:
     """Answer the batch requests of a fenced client that wait."""
     fenced = error_reply(Fenced(f"a newer process has taken the place of {client.name!r}; stop this one"))
-    for step in state.waiting_batches.of(client.name):
+    for step in state.waiting_batches.asked_by(client.name):
         state.answer(state.waiting_batches, step, fenced)
 
 
@@ -279,10 +283,10 @@ def leave(state: State, client: Client, reason: str, *, cause: str = "worker lef
 
 
 def _end_waits(state: State, client: Client) -> None:
-    for key in state.waiting_leases.of(client.name):
+    for key in state.waiting_leases.asked_by(client.name):
         state.waiting_leases.take(key)
     state.waiting_reads.take(client.name)
-    for step in state.waiting_batches.of(client.name):
+    for step in state.waiting_batches.asked_by(client.name):
         state.waiting_batches.take(step)
 
 
@@ -292,6 +296,12 @@ def end_lease(state: State, group: Group, cause: str, reason: str) -> None:
         evaluation.retry(state, group, cause, reason)
     else:
         transitions.apply_transition(state, group, cause, reason)
+
+
+def set_serving(state: State, client: Client, lineage: str, version: int) -> None:
+    """A worker serves this version."""
+    client.lineage, client.serving = lineage, version
+    state.waiting_leases.serves(client.name, lineage, version)
 
 
 def on_silence(state: State, name: str) -> None:
@@ -317,69 +327,6 @@ def _forget(state: State, client: Client) -> None:
     _keep(state, client)
     if client.name == state.pace.trainer:
         state.pace.trainer_left_at = state.now
-
-
-# --- heartbeats ---
-
-
-def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
-    """Extend the leases of a client that agrees on which they are, ask one that does not for its list, and answer with the truth."""
-    client = state.clients[event.sender]
-    client.state = beat.state[:64]
-    client.metrics = {name: value for name, value in list(beat.metrics.items())[:MAX_METRICS] if abs(value) <= MAX_METRIC}
-    set_serving(state, client, beat.lineage, beat.serving)
-    client.engines = beat.engines
-    note_end_told(client, event.to.request, is_finished=state.is_finished)
-    client.blocked_s, client.blocked_at = beat.blocked_s, one_line(beat.blocked_at[-MAX_PLACE_CHARS:])
-    outstanding = commands.take_outcomes(client, beat.outcomes)
-    reply = m.HeartbeatReply(**state.meta.newest(), finished=state.is_finished, hints=state.hints_address, commands=outstanding)
-    leases = state.groups.by_worker.get(client.name) or WorkerLeases()
-    if beat.leases is not None:
-        _compare(state, leases, beat.leases, reply)
-    elif _are(leases.groups, beat):
-        _confirm(state, leases, list(leases.unconfirmed))
-    else:
-        reply.list_leases = not _are(leases.groups.keys() - leases.unconfirmed, beat)
-    reply.recalled = [lease for lease, group in leases.groups.items() if group.lease.is_recalled]
-    if not reply.list_leases:
-        _extend(state, client, leases)
-    state.reply(event.to, reply)
-
-
-def _are(leases: Collection[int], beat: m.Heartbeat) -> bool:
-    """True when these are as many leases as the worker works on, and of the same sum."""
-    return len(leases) == beat.num_leases and sum(leases) % LEASE_SUM_MODULUS == beat.lease_sum
-
-
-def set_serving(state: State, client: Client, lineage: str, version: int) -> None:
-    """A worker serves this version."""
-    client.lineage, client.serving = lineage, version
-    state.waiting_leases.serves(client.name, lineage, version)
-
-
-def _extend(state: State, client: Client, leases: WorkerLeases) -> None:
-    """The leases that a client has named live on."""
-    if len(leases.groups) > len(leases.unconfirmed):
-        state.timers.set(("leases of", client.name), state.now + state.rules.lease_s)
-
-
-def _confirm(state: State, leases: WorkerLeases, named: Iterable[int]) -> None:
-    """A client names leases for the first time: from now on they live as long as the others."""
-    for lease in named:
-        leases.unconfirmed.discard(lease)
-        state.timers.cancel(("unconfirmed lease", lease))
-
-
-def _compare(state: State, leases: WorkerLeases, listed: Collection[int], reply: m.HeartbeatReply) -> None:
-    """Take a client's own list: what it lacks ends unless a later heartbeat names it; the answer lists what it holds no more."""
-    named = set(listed)
-    _confirm(state, leases, leases.unconfirmed & named)
-    for lease in leases.groups.keys() - leases.unconfirmed - named:
-        leases.unconfirmed.add(lease)
-        state.timers.set(("unconfirmed lease", lease), state.now + state.rules.lease_s)
-    for lease in listed:
-        if lease not in leases.groups:
-            (reply.surplus if state.recent_leases.get(lease) == "surplus" else reply.lost).append(lease)
 
 
 # --- questions ---
@@ -418,3 +365,48 @@ def note_end_told(client: Client, request: int, *, is_finished: bool) -> None:
     """
     client.knows_end = is_finished and client.told_in not in (0, request)
     client.told_in = (client.told_in or request) if is_finished else 0
+
+
+# --- settings that the processes of a run agree on ---
+
+
+def check_settings(state: State, name: str, hello: m.Hello) -> None:
+    """Raise SlimebusError for settings with which this process cannot take part: another run's name, more steps than the broker counts."""
+    said = hello.settings
+    if len(said) > MAX_SETTINGS or any(len(key) + len(value) > MAX_CHARS for key, value in said.items()):
+        raise ProtocolError(f"hello: settings of more than {MAX_SETTINGS} names, or one of more than {MAX_CHARS} characters")
+    ours = state.rules.agreed
+    if said.get("name", ours.get("name")) != ours.get("name"):
+        text = f"{name[:64]!r} is of run {said['name']}, this broker serves run {ours['name']}"
+        raise SlimebusError(f"{text}; give --name, or the address of its own broker", code="wrong_run")
+    steps, counted = (_integer(settings.get("rollout.num_rollout", "")) for settings in (said, ours))
+    if hello.role == "trainer" and steps is not None and counted is not None and steps > counted:
+        text = f"rollout.num_rollout: trainer {name[:64]!r} has {steps}, the broker {counted}"
+        raise ConfigError(f"{text}: steps beyond it would never get a batch; start both with the same value")
+
+
+def differences(state: State, client: Client) -> list[str]:
+    """A sentence for each setting of a process that differs from the run's, with both values and which of them holds."""
+    ours = state.rules.agreed
+    differing = {key: value for key, value in client.settings.items() if ours.get(key, value) != value}
+    found = [f"{key}: {client.name} has {value}, the run has {ours[key]}; {_which_holds(key, client)}" for key, value in differing.items()]
+    return [*found, *_other_models(state, client)]
+
+
+def _which_holds(key: str, client: Client) -> str:
+    return "the run's value holds" if key.startswith(WITH_EACH_LEASE) else f"{client.name} follows its own"
+
+
+def _other_models(state: State, client: Client) -> Iterator[str]:
+    """Between the trainer and each worker: the broker itself has no model."""
+    mine, trainer = client.settings.get(MODEL), state.clients.get(state.pace.trainer)
+    for other in state.clients.values() if client.role == "trainer" else [trainer] if trainer else []:  # thousands of workers may join
+        theirs = other.settings.get(MODEL)
+        is_peer = {client.role, other.role} == {"trainer", "rollout"} and not other.is_gone and not other.is_fenced
+        if is_peer and mine and theirs and mine != theirs:
+            what = f"config.json or tokenizer.json of {client.name} (hash {mine}) differs from that of {other.title}"
+            yield f"{MODEL}: {what} (hash {theirs}); samples mean something else to each, give both the same model directory"
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if text.isdigit() else None

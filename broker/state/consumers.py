@@ -54,7 +54,7 @@ def consumer_of(state: State, name: str) -> Consumer:
     if found is None:
         if len(state.consumers) >= MAX_CONSUMERS:
             _forget_one(state)
-        oldest = next((g.arrival for g in state.groups.arrivals), state.meta.next_arrival)
+        oldest = next((g.read_position for g in state.groups.by_read_position), state.meta.next_read_position)
         found = state.consumers[name] = Consumer(name=name, position=oldest - 1)
         state.changed("consumers", name)
     return found
@@ -76,8 +76,8 @@ def _forget_one(state: State) -> None:
 def _acknowledge(state: State, consumer: Consumer, ask: Read) -> None:
     """All before this position is read; or it is read again from there on."""
     after = ask.after
-    if after >= state.meta.next_arrival:
-        text = f"read after position {after}, but the newest is {state.meta.next_arrival - 1}; the broker lost its folder: begin at 0"
+    if after >= state.meta.next_read_position:
+        text = f"read after position {after}, but the newest is {state.meta.next_read_position - 1}; the broker lost its folder: begin at 0"
         raise SlimebusError(text, code="position")
     if after == consumer.position or (after < consumer.position and not ask.back):
         return
@@ -91,8 +91,8 @@ def _acknowledge(state: State, consumer: Consumer, ask: Read) -> None:
 
 def serve(state: State) -> None:
     """Answer the reads that wait for what just arrived."""
-    if state.waiting_reads and state.served_changes != state.groups.arrival_changes:
-        state.served_changes = state.groups.arrival_changes
+    if state.waiting_reads and state.served_changes != state.groups.readable_changes:
+        state.served_changes = state.groups.readable_changes
         for name in list(state.waiting_reads):
             _serve(state, name)
 
@@ -102,7 +102,7 @@ def _serve(state: State, name: str) -> None:
     found = _next(state, consumer, ask)
     if not found:
         return
-    last = found[-1].arrival
+    last = found[-1].read_position
     num_skipped = _num_of_shard(consumer.position, last, ask) - len(found)
     state.last_reads[name] = (last, len(found), num_skipped)
     only = None if ask.extras is None else tuple(ask.extras)
@@ -119,8 +119,8 @@ def _answer(state: State, name: str, reply: ReadReply, samples: Sequence[StoredP
 
 def _next(state: State, consumer: Consumer, ask: Read) -> list[Group]:
     """In order, and no further than the first that still lacks a needed field."""
-    behind = state.groups.arrived_after(consumer.position)
-    of_shard = (group for group in behind if group.arrival % ask.shards == ask.shard)
+    behind = state.groups.readable_after(consumer.position)
+    of_shard = (group for group in behind if group.read_position % ask.shards == ask.shard)
     whole = itertools.takewhile(lambda group: has_fields(group, ask.needs), of_shard)
     return within_one_answer(itertools.islice(whole, min(ask.count, MAX_READ_GROUPS)))
 
@@ -150,7 +150,7 @@ def has_fields(group: Group, names: list[str]) -> bool:
 
 def _described(group: Group, only: tuple[str, ...] | None) -> ReadGroup:
     sizes = {name: getattr(group, name) for name in ("num_samples", "num_tokens", "oldest_version")}
-    return ReadGroup(group=group.id, lease=group.put_lease, position=group.arrival, num_frames=num_frames(group, only), **sizes)
+    return ReadGroup(group=group.id, lease=group.put_lease, position=group.read_position, num_frames=num_frames(group, only), **sizes)
 
 
 def num_frames(group: Group, only: tuple[str, ...] | None = None) -> int:
@@ -178,10 +178,10 @@ def why_waiting(state: State, name: str) -> str:
     needs, consumer = state.waiting_reads[name].message.needs, state.consumers[name]
     if state.is_finished:
         return "the run is finished"
-    ahead = state.groups.arrived_after(consumer.position)
+    ahead = state.groups.readable_after(consumer.position)
     lacking = next((n for group in ahead for n in needs if not has_fields(group, [n])), "")
     return (
-        f"{state.groups.num_arrived_after(consumer.position)} groups lie ahead, the first lacks field {lacking!r}"
+        f"{state.groups.num_readable_after(consumer.position)} groups lie ahead, the first lacks field {lacking!r}"
         if lacking
         else "no group behind its position yet"
     )
@@ -306,7 +306,7 @@ def rows(state: State) -> list[dict[str, Any]]:
         {
             "name": one.name,
             "position": one.position,
-            "behind": state.groups.num_arrived_after(one.position),
+            "behind": state.groups.num_readable_after(one.position),
             "read": one.num_read,
             "skipped": one.num_skipped,
             "silent_s": round(state.now - state.clients[one.name].heard_at, 3) if one.name in state.clients else None,

@@ -93,7 +93,7 @@ def _replay(state: State, name: str) -> str:
 # --- import ---
 
 
-def take_in(state: State, event: Event, ask: Import) -> None:
+def import_group(state: State, event: Event, ask: Import) -> None:
     """Take in a group: ready with its samples where this run could have made them, else queued with its prompt."""
     made = _checked(state, ask, event.bulk)
     known = state.groups.by_id.get(ask.group) or state.find_ended(ask.group)
@@ -142,6 +142,6 @@ def _make_ready(state: State, group: Group, ask: Import, made: CheckedGroup) -> 
     group.put_lease = group.lease.id
     state.meta.next_lease += 1
     leases.describe(group, made)
-    group.phase, group.arrival = READY, state.meta.next_arrival
-    state.meta.next_arrival += 1
+    group.phase, group.read_position = READY, state.meta.next_read_position
+    state.meta.next_read_position += 1
     state.save("payloads", group.id, made.frames)

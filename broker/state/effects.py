@@ -108,7 +108,7 @@ class Record(msgspec.Struct, frozen=True):
     row: dict[str, Any]
 
 
-class Lives(msgspec.Struct, frozen=True):
+class StepHistory(msgspec.Struct, frozen=True):
     """How the groups of a step came to be trained. groups: id -> number of samples, and the phases it came into and when.
 
     now: the time of the commit; train_s, after_s: what the trainer says it took to train the step, and what it did after that.
@@ -121,4 +121,4 @@ class Lives(msgspec.Struct, frozen=True):
     groups: dict[str, tuple[int, list[tuple[str, float]]]]
 
 
-Effect = Write | Reply | Notify | Note | Record | Lives
+Effect = Write | Reply | Notify | Note | Record | StepHistory

@@ -34,7 +34,7 @@ def is_over(state: State) -> bool:
 
 def confirm_finish(state: State) -> None:
     """After a restart of the broker nobody from before has spoken for a while: they are gone, and no trainer has come to go on."""
-    before = state.members_before
+    before = state.members_at_restart
     if not state.meta.finishing or state.finish_is_confirmed or not before:
         return
     if any(c.role == "trainer" and is_present(c) and (c.name, c.instance) not in before for c in state.clients.values()):

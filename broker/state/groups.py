@@ -81,7 +81,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     Sizes and versions speak of the samples of the accepted attempt: num_samples and num_tokens without failed samples,
     oldest and newest version over their trainable and all tokens, the steps trained behind the newest. num_frames counts the stored
     frames, header included.
-    lengths: tokens of every sample, failed ones too; fields: names beyond the usual three; arrival: the position for consumers;
+    lengths: tokens of every sample, failed ones too; fields: names beyond the usual three; read_position: the position for consumers;
     ended: orders the groups that have ended. drop_reason: it is dropped once the trainer does not have it any more.
     """
 
@@ -112,7 +112,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     row: int = -1
     reason: str = ""
     partial: Partial = NO_PARTIAL
-    arrival: int = 0
+    read_position: int = 0
     ended: int = 0
     drop_reason: str = ""
     lengths: list[int] = []
@@ -136,8 +136,8 @@ class WorkerLeases(msgspec.Struct):
 class Groups:
     """Every group in play, found by id, lease, or state. Changes of state go through `move` alone.
 
-    ready: those that may be batched, by lease; awaiting_fields: ready ones that lack a field of `required`. arrivals: every group
-    with samples, by the position at which consumers read it; arrival_changes rises when there may be more to read.
+    ready: those that may be batched, by lease; awaiting_fields: ready ones that lack a field of `required`. by_read_position: every group
+    with samples, by the position at which consumers read it; readable_changes rises when there may be more to read.
     """
 
     def __init__(self) -> None:
@@ -145,8 +145,9 @@ class Groups:
         self.by_lease: dict[int, Group] = {}
         self.by_worker: dict[str, WorkerLeases] = {}
         self.counts: Counter[tuple[str, Phase]] = Counter()
-        self.ready, self.arrivals = SortedKeyList(key=lambda group: group.lease.id), SortedKeyList(key=lambda group: group.arrival)
-        self.arrival_changes = 0
+        self.ready = SortedKeyList(key=lambda group: group.lease.id)
+        self.by_read_position = SortedKeyList(key=lambda group: group.read_position)
+        self.readable_changes = 0
         self.required: frozenset[str] = frozenset()
         self.awaiting_fields: dict[str, Group] = {}
         self._queues = {kind: SortedKeyList(key=lambda group: (group.position, group.id)) for kind in (TRAIN, EVAL)}
@@ -155,13 +156,13 @@ class Groups:
         """Take in a group in the state it is in."""
         self.by_id[group.id] = group
         self._enter(group)
-        if group.arrival:
-            self.arrive(group, group.arrival)
+        if group.read_position:
+            self.index_for_consumers(group, group.read_position)
 
     def remove(self, group: Group) -> None:
         """Let go of a group."""
         self._leave(group)
-        self.depart(group)
+        self.unindex(group)
         del self.by_id[group.id]
 
     def move(self, group: Group, phase: Phase) -> None:
@@ -196,34 +197,57 @@ class Groups:
         """The ready groups, those that lack a required field too."""
         return [*self.ready, *self.awaiting_fields.values()]
 
-    def arrived_after(self, position: int) -> Iterator[Group]:
+    def readable_after(self, position: int) -> Iterator[Group]:
         """The groups with samples behind the position of a consumer, in order: there may be thousands."""
-        arrived: Iterator[Group] = self.arrivals.irange_key(position, inclusive=(False, False))
-        return arrived
+        readable: Iterator[Group] = self.by_read_position.irange_key(position, inclusive=(False, False))
+        return readable
 
-    def num_arrived_after(self, position: int) -> int:
+    def num_readable_after(self, position: int) -> int:
         """How many there are."""
-        return len(self.arrivals) - int(self.arrivals.bisect_key_right(position))
+        return len(self.by_read_position) - int(self.by_read_position.bisect_key_right(position))
 
-    def arrive(self, group: Group, position: int) -> None:
+    def index_for_consumers(self, group: Group, position: int) -> None:
         """Samples of a group were accepted: consumers find it at this position."""
-        group.arrival = position
-        self.arrivals.add(group)
-        self.arrival_changes += 1
+        group.read_position = position
+        self.by_read_position.add(group)
+        self.readable_changes += 1
 
-    def depart(self, group: Group) -> None:
+    def unindex(self, group: Group) -> None:
         """The samples of a group are gone."""
-        if group.arrival:
-            self.arrivals.remove(group)
-            self.arrival_changes += 1
-            group.arrival = 0
+        if group.read_position:
+            self.by_read_position.remove(group)
+            self.readable_changes += 1
+            group.read_position = 0
 
     def fields_added(self, group: Group) -> None:
         """A group got more fields: it may be batched once it has all that are required."""
-        self.arrival_changes += 1
+        self.readable_changes += 1
         if group.id in self.awaiting_fields and not self._lacks_field(group):
             del self.awaiting_fields[group.id]
             self.ready.add(group)
+
+    def problems(self) -> Iterator[str]:
+        """Where the indexes do not agree with the groups; nothing in a sound state."""
+        everyone = self.by_id.values()
+        counts = Counter((g.kind, g.phase) for g in everyone)
+        if +self.counts != counts:
+            yield f"counted {+self.counts}, there are {counts}"
+        leased = {g.lease.id: g for g in everyone if g.phase == LEASED}
+        if leased != self.by_lease:
+            yield f"leases by number: {sorted(leased.keys() ^ self.by_lease.keys())}"
+        if leased != {lease: g for worker in self.by_worker.values() for lease, g in worker.groups.items()}:
+            yield "leases by worker are not the leases"
+        ready = {g.id: g for g in everyone if g.phase == READY}
+        listed = list(self.ready)
+        if ready != {g.id: g for g in self.every_ready()} or listed != sorted(listed, key=lambda group: group.lease.id):
+            yield "the ready groups are not those listed, or not in order"
+        for kind, queue in self._queues.items():
+            queued = [(g.position, g.id) for g in everyone if g.kind == kind and g.phase == QUEUED]
+            first = self.first_queued(kind)
+            if [(g.position, g.id) for g in queue] != sorted(queued) or (first and (first.position, first.id)) != min(queued, default=None):
+                yield f"the {kind} queue is not that of the queued groups, or not in order"
+        if {g.id for g in self.by_read_position} != {g.id for g in everyone if g.read_position}:
+            yield "the groups that consumers find are not those with a position"
 
     def _lacks_field(self, group: Group) -> bool:
         return bool(self.required) and not self.required.issubset([*group.fields, *group.late_names])

@@ -43,7 +43,7 @@ def lease(state: State, event: Event, ask: Lease) -> None:
     if granted := state.groups.leased_at(*key):
         _answer(state, event.to, granted)
         return
-    if key not in waiting and (len(waiting) >= rules.max_parked or len(waiting.of(event.sender)) >= rules.max_parked_per_client):
+    if key not in waiting and (len(waiting) >= rules.max_parked or len(waiting.asked_by(event.sender)) >= rules.max_parked_per_client):
         deal(state)  # those before it in the same burst may have their groups now
         state.check_may_wait(waiting, event.sender)
     waiting.park(key, event, ask, state.now, (ask.lineage, ask.serving, ask.needs_weights))
@@ -167,9 +167,7 @@ def _grant(state: State, group: Group, waiting: Waiting[Lease]) -> None:
     meta.next_lease += 1
     partials.offer(state, group, is_wanted=waiting.message.takes_partials)
     transitions.apply_transition(state, group, "leased")
-    state.lease_since[group.lease.id] = state.now
-    state.groups.by_worker[client.name].unconfirmed.add(group.lease.id)
-    state.timers.set(("unconfirmed lease", group.lease.id), state.now + state.rules.lease_s)
+    state.leases.grant(group, state.now, state.now + state.rules.lease_s)
 
 
 def _answer(state: State, to: Address, groups: list[Group]) -> None:
@@ -180,7 +178,7 @@ def _answer(state: State, to: Address, groups: list[Group]) -> None:
 
 def _leased(state: State, group: Group) -> LeasedGroup:
     lease, num_samples = group.lease, num_samples_of(state, group)
-    left_s = max(0.0, state.timers.deadline(("unconfirmed lease", lease.id), ("leases of", lease.worker)) - state.now)
+    left_s = max(0.0, state.leases.deadline_of(group) - state.now)
     leased = LeasedGroup(group=group.id, lease=lease.id, num_samples=num_samples, deadline_s=left_s, sampling=_sampling(state, group))
     leased.kind, leased.dataset, leased.partial_frames = group.kind, group.dataset, group.partial.num_frames
     leased.lineage, leased.version = lease.lineage, lease.version
@@ -213,7 +211,7 @@ def expire_worker(state: State, worker: str) -> None:
 
 def put(state: State, event: Event, done: Put) -> None:
     """Take the samples of a leased group. A repeat is acknowledged; what came too late is discarded and counted."""
-    group, before = state.groups.by_id.get(done.group), state.recent_leases.get(done.lease)
+    group, before = state.groups.by_id.get(done.group), state.leases.results.get(done.lease)
     if before == "accepted" or (group is not None and group.put_lease == done.lease):
         state.reply(event.to, PutReply(result="duplicate"))
         return
@@ -239,7 +237,7 @@ def put(state: State, event: Event, done: Put) -> None:
         reply = PutReply(result="discarded", reason=lost)
     else:
         reply = PutReply(result="accepted", reason=_accept(state, leased, made))
-    state.remember_lease(done.lease, reply.result)
+    state.leases.remember(done.lease, reply.result)
     state.reply(event.to, reply)
 
 
@@ -283,12 +281,12 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
         _drop_filtered(state, group, NO_SPREAD)
         return NO_SPREAD
     state.meta.filtered_in_a_row = 0
-    state.pace.group_seconds.append(state.now - state.lease_since[group.lease.id])
+    state.pace.group_seconds.append(state.now - state.leases.held_since[group.lease.id])
     partials.used(state, group)
     transitions.apply_transition(state, group, "put")
     group.losses = 0
-    state.groups.arrive(group, state.meta.next_arrival)
-    state.meta.next_arrival += 1
+    state.groups.index_for_consumers(group, state.meta.next_read_position)
+    state.meta.next_read_position += 1
     if staleness.is_stale(state, group, state.next_unassigned):
         staleness.remove_stale(state, group)
     else:

@@ -1,7 +1,8 @@
 """What the state is made of: the records that are kept, and the requests that wait."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -36,13 +37,13 @@ class Change(Keyed):
 
 
 class Meta(msgspec.Struct, kw_only=True):
-    """The counters that must survive. next_step: the first step not committed; floor: the first with kept samples.
+    """The counters that must survive. next_step: the first step not committed; oldest_kept_step: the first with kept samples.
 
     base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
     step_seconds: times of the last steps, as the watchdog counts them. mean_tokens: of the last groups put, num_measured of them.
     finished_num_steps: of the rules when the trainer finished; a run that is started again with more is not finished.
     trainer: name and instance that resumed last, the only one that trains; lineages: the last ones begun;
-    forks: the step at which each of them left what the broker held of the one before.
+    fork_steps: the step at which each of them left what the broker held of the one before.
     num_freed_once: freed groups with prompts that only the store had. last_reject: (epoch, request) of the trainer.
     settings: those in force; overrides: name -> [what the config said, what was set].
     """
@@ -62,10 +63,10 @@ class Meta(msgspec.Struct, kw_only=True):
     pace_step: int = 0
     pace_version: int = 0
     next_step: int = 0
-    floor: int = 0
+    oldest_kept_step: int = 0
     next_lease: int = 1
     next_epoch: int = 1
-    next_arrival: int = 1
+    next_read_position: int = 1
     next_ended: int = 1
     step_seconds: list[float] = []
     next_evaluation: int = 1
@@ -73,7 +74,7 @@ class Meta(msgspec.Struct, kw_only=True):
     finished_num_steps: int = 0
     trainer: tuple[str, str] = ("", "")
     lineages: list[str] = []
-    forks: list[int] = []
+    fork_steps: list[int] = []
     moves: dict[str, int] = {}
     lags: dict[int, int] = {}
     waste: dict[str, list[int]] = {}
@@ -175,6 +176,14 @@ class Consumer(msgspec.Struct, kw_only=True):
     fields: dict[str, int] = {}
 
 
+class Cause(msgspec.Struct, frozen=True):
+    """Whom something waits for (a role, and which processes of it; of a broker: its source, buffer, filter or store), and a sentence."""
+
+    role: str
+    who: list[str]
+    reason: str
+
+
 class BatchWanted(msgspec.Struct, frozen=True, kw_only=True):
     """What a buffer filter is asked for: exactly `num_groups` groups, or groups of at most `num_tokens` tokens (0: no such bound)."""
 
@@ -208,3 +217,37 @@ ROWS = {
     "changes": Rows(Change, "key", "a repeat of the change would be put in force again"),
 }
 """By table, msgpack; the other tables hold opaque bytes."""
+
+
+RECENT = 64
+
+
+class Pace:
+    """What is remembered of the pace of the run, in memory only but for the times of the last steps (Meta.step_seconds).
+
+    Times in seconds of the machine's clock, of the last steps and groups.
+
+    intervals: between commits. group_seconds: from lease to put. last_progress_at: when the run last
+    moved; progress_key: what it looked like then; num_tokens: what workers reported when it was last asked. trainer: the last that joined.
+    assigned_at: when the next step's batch was chosen.
+    """
+
+    def __init__(self) -> None:
+        self.intervals: deque[float] = deque(maxlen=RECENT)
+        self.group_seconds: deque[float] = deque(maxlen=RECENT)
+        self.last_progress_at = 0.0
+        self.num_tokens = 0.0
+        self.stalled_at: float | None = None
+        self.progress_key: tuple[Any, ...] = ()
+        self.next_step, self.lineage = 0, ""
+        self.has_stepped = False
+        self.num_joined = 0
+        self.trainer = ""
+        self.trainer_left_at: float | None = None
+        self.assigned, self.assigned_at = -1, 0.0
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The least value that at least `share` of them do not exceed; 0 when there are none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0

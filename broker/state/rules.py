@@ -50,7 +50,7 @@ class Rules(Checked, frozen=True):
     over_sampling: groups that may be started for each step, at least batch_size; 0: batch_size. masks_offpolicy: workers do not train the
     tokens that a continued sample had before its lease, so that a partial never grows too stale.
     fill_first: the first batch waits until all groups are ready that the bound allows before it.
-    target_ess, staleness_range: max_staleness is changed within this range (autopilot.py); a target of 0: it is not.
+    target_ess, staleness_range: max_staleness is changed within this range (settings.py); a target of 0: it is not.
     needs_spread: a group with equal rewards is dropped; max_filtered of them in a row end the run.
     max_parked: requests waiting for an answer, max_parked_per_client: of one client.
     max_clients: names that are joined. stall_min_s: a run without a step for less than this never counts as stalled.

@@ -55,9 +55,8 @@ def recall(state: State, group: Group) -> None:
     """Have the worker give a leased group back with what there is of it, within the lease time."""
     group.lease = msgspec.structs.replace(group.lease, is_recalled=True)
     state.changed("groups", group.id)
-    state.timers.set(("recalled lease", group.lease.id), state.now + state.rules.lease_s)
+    state.leases.recall(group.lease.id, state.now + state.rules.lease_s)
     state.tally(state.meta.counted, "leases recalled")
-    state.num_recalls += 1
     state.notify()
 
 

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from broker.state import consumers, evaluation, prompts, settings, wait_reasons, watchdog
+from broker.state import consumers, diagnosis, evaluation, prompts, settings, watchdog
 from broker.state.broker_state import FILTERED, State
 from broker.state.clients import blocked, is_present, is_starting
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY
-from broker.state.pace import quantile
-from broker.state.records import Client
+from broker.state.records import Client, quantile
 
 MAX_CHANGES = 32
 MAX_ROWS, MAX_CLIENTS = 256, 1024
@@ -22,7 +21,7 @@ def status(state: State) -> dict[str, Any]:
         "lineage": meta.lineage,
         "version": meta.version,
         "step": meta.next_step,
-        "oldest_checkpoint": meta.floor,
+        "oldest_checkpoint": meta.oldest_kept_step,
         "num_steps": state.rules.num_steps,
         "state": _state(state),
         "settings": settings.described(state.rules),
@@ -44,7 +43,7 @@ def status(state: State) -> dict[str, Any]:
         "evaluations": [{"key": e.key, "done": e.is_done, **row} for e in evaluations for row in evaluation.results(e)],
         "steps": list(state.recent),
         "consumers": consumers.rows(state),
-        "waiting": wait_reasons.waiting(state),
+        "waiting": diagnosis.waiting(state),
         "stalled": watchdog.report(state),
         "bounds": _bounds(state),
         "pace": _pace(state),
@@ -57,7 +56,7 @@ def _state(state: State) -> str:
         return "finished"
     if state.is_finishing:
         return "evaluating"
-    return "running" if state.meta.lineage and wait_reasons.trainer_of(state) else "waiting for a trainer"
+    return "running" if state.meta.lineage and diagnosis.trainer_of(state) else "waiting for a trainer"
 
 
 def _source(state: State) -> dict[str, Any]:
@@ -117,7 +116,7 @@ def _client(state: State, client: Client) -> dict[str, Any]:
 
 
 def _parked(state: State) -> list[dict[str, Any]]:
-    reason, why = wait_reasons.reason_for, wait_reasons.why_leases_wait(state)
+    reason, why = diagnosis.reason_for, diagnosis.why_leases_wait(state)
     batches = sorted(state.waiting_batches.items())
     leases, evaluations = list(state.waiting_leases.values())[:MAX_ROWS], list(state.waiting_evaluations.values())[:MAX_ROWS]
     return [
@@ -135,6 +134,6 @@ def _bounds(state: State) -> dict[str, dict[str, Any]]:
         "max_clients": (rules.max_clients, len(state.clients)),
         "max_parked": (rules.max_parked, len(state.waiting_leases)),
         "max_parked_per_client": (rules.max_parked_per_client, None),
-        "buffer_capacity": (rules.capacity, state.num_held),
+        "buffer_capacity": (rules.capacity, state.num_in_flight),
     }
     return {name: {"limit": limit, "used": now, "hits": state.bound_hits[name]} for name, (limit, now) in used.items()}

@@ -31,15 +31,15 @@ def resume(state: State, event: Event, ask: Resume) -> None:
         return
     if ask.lineage in meta.lineages:
         raise SlimebusError(f"resume: lineage {ask.lineage[:8]!r} was begun before; each trainer begins one of its own", code="lineage")
-    if 0 < ask.step < meta.floor:
-        why = f"the oldest checkpoint that this broker knows of is of step {meta.floor}, the samples of the steps before it are freed"
-        remedy = f"resume at step {meta.floor} or later, or at 0 to train every prompt anew"
+    if 0 < ask.step < meta.oldest_kept_step:
+        why = f"the oldest checkpoint known here is of step {meta.oldest_kept_step}, the samples of the steps before it are freed"
+        remedy = f"resume at step {meta.oldest_kept_step} or later, or at 0 to train every prompt anew"
         raise SlimebusError(f"resume at step {ask.step}: {why}; {remedy}", code="step")
     fence_older_trainers(state, trainer)
     shared = _num_shared(state.meta, ask)
     _begin(state, ask, shared)
     meta.trainer = (trainer.name, trainer.instance)
-    meta.lineages, meta.forks = [*meta.lineages, ask.lineage][-MAX_LINEAGES:], [*meta.forks, shared][-MAX_LINEAGES:]
+    meta.lineages, meta.fork_steps = [*meta.lineages, ask.lineage][-MAX_LINEAGES:], [*meta.fork_steps, shared][-MAX_LINEAGES:]
     state.reply(event.to, Ok())
 
 
@@ -48,7 +48,7 @@ def _num_shared(meta: Meta, ask: Resume) -> int:
     if ask.parent not in meta.lineages:
         return ask.step
     num_since = len(meta.lineages) - 1 - meta.lineages.index(ask.parent)
-    return min([ask.step, *meta.forks[max(0, len(meta.forks) - num_since) :]])
+    return min([ask.step, *meta.fork_steps[max(0, len(meta.fork_steps) - num_since) :]])
 
 
 def _begin(state: State, ask: Resume, shared: int) -> None:
@@ -57,8 +57,11 @@ def _begin(state: State, ask: Resume, shared: int) -> None:
     for step in list(state.waiting_batches):
         state.answer(state.waiting_batches, step, BatchReply(step=step, reason="the trainer resumed from another step"))
     _accept_trained(state, ask.step, shared)
-    if shared < meta.floor:
-        state.note(f"the samples of the {meta.floor} steps that a checkpoint held are freed; every prompt is trained anew", is_warning=True)
+    if shared < meta.oldest_kept_step:
+        state.note(
+            f"the samples of the {meta.oldest_kept_step} steps that a checkpoint held are freed; every prompt is trained anew",
+            is_warning=True,
+        )
         prompts.begin_anew(state)
     state.fetched_steps.clear()
     _rewind(state, shared, ask.version)
@@ -67,7 +70,7 @@ def _begin(state: State, ask: Resume, shared: int) -> None:
     evaluation.cancel_running(state, f"the trainer {'resumed from an earlier step' if shared < was_at else 'started again'}")
     meta.lineage, meta.version, meta.publishers, meta.digest = ask.lineage, NO_VERSION, [], ""
     meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
-    meta.next_step, meta.floor, meta.finishing = ask.step, min(meta.floor, ask.step), False
+    meta.next_step, meta.oldest_kept_step, meta.finishing = ask.step, min(meta.oldest_kept_step, ask.step), False
     state.stale_removed_at, state.finish_is_announced, meta.filtered_in_a_row = None, False, 0
     verb = f"resumes (broker was at step {was_at})" if had_lineage or ask.step else "begins"
     state.note(f"trainer {verb} at step {ask.step}, version {ask.version}, lineage {ask.lineage[:8]}")

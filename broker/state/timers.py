@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Set
 
 Key = tuple[str, Hashable]
 """What falls due, and its subject."""
@@ -58,6 +58,10 @@ class Timers:
     def next(self) -> float | None:
         """When to look again, at the latest; may be early, never late."""
         return self._heap[0][0] if self._heap else None
+
+    def keys(self) -> Set[Key]:
+        """What has a deadline."""
+        return self._deadline.keys()
 
     def __len__(self) -> int:
         return len(self._deadline)

@@ -62,7 +62,7 @@ def apply_transition(state: State, group: Group, cause: str, reason: str = "") -
     if not transition.keeps_partial:
         state.waste_partial(group, reason)
     if cause == "stale" and group.phase == LEASED:
-        state.remember_lease(group.lease.id, "surplus")
+        state.leases.remember(group.lease.id, "surplus")
     state.move(group, transition.phase, reason)
     if transition.phase in (DROPPED, DEAD):
         _end(state, group, transition.phase, reason)
@@ -78,7 +78,8 @@ def counted_transition(state: State, group: Group, cause: str) -> Transition:
     """The row of the table, its counter raised; death once that is at its limit."""
     transition = TRANSITIONS.get((group.phase, cause))
     if transition is None:
-        raise SlimebusError(f"group {group.id}: {group.phase} knows no {cause!r}", code="illegal_transition")
+        text = f"group {group.id}: {group.phase} knows no {cause!r}; this process saw {state.phases_of(group)}; it is {state.now:.3f} s now"
+        raise SlimebusError(text, code="illegal_transition")
     if not transition.counts:
         return transition
     count = getattr(group, transition.counts) + 1

@@ -33,7 +33,7 @@ class WaitingRequests(dict[K, Waiting[M]], Generic[K, M]):
     def __init__(self, name: str, timers: Timers) -> None:
         super().__init__()
         self.name, self._timers = name, timers
-        self._of: dict[str, dict[K, None]] = {}
+        self._by_client: dict[str, dict[K, None]] = {}
         self.by_kind: dict[Kind, dict[K, None]] = {}
 
     def park(self, key: K, event: Event, message: M, now: float, kind: Kind = ANY_KIND) -> None:
@@ -41,7 +41,7 @@ class WaitingRequests(dict[K, Waiting[M]], Generic[K, M]):
         earlier = self.take(key)
         deadline = earlier.deadline if earlier is not None and earlier.to == event.to else now + message.wait_s
         self[key] = Waiting(to=event.to, client=event.sender, message=message, deadline=deadline, kind=kind)
-        self._of.setdefault(event.sender, {})[key] = None
+        self._by_client.setdefault(event.sender, {})[key] = None
         self.by_kind.setdefault(kind, {})[key] = None
         self._timers.set((self.name, key), deadline)
 
@@ -51,12 +51,12 @@ class WaitingRequests(dict[K, Waiting[M]], Generic[K, M]):
         if waiting is not None:
             self._timers.cancel((self.name, key))
             _discard(self.by_kind, waiting.kind, key)
-            _discard(self._of, waiting.client, key)
+            _discard(self._by_client, waiting.client, key)
         return waiting
 
     def serves(self, client: str, lineage: str, version: int) -> None:
         """A worker serves another version: its requests are of another kind."""
-        for key in self._of.get(client, ()):
+        for key in self._by_client.get(client, ()):
             waiting = self[key]
             if waiting.kind[:2] != (lineage, version):
                 _discard(self.by_kind, waiting.kind, key)
@@ -67,9 +67,9 @@ class WaitingRequests(dict[K, Waiting[M]], Generic[K, M]):
         """One request of each kind: the last, for a dictionary that loses its first ones takes long to find the next first."""
         return [self[next(reversed(keys))] for keys in self.by_kind.values()]
 
-    def of(self, client: str) -> list[K]:
+    def asked_by(self, client: str) -> list[K]:
         """The keys of a client's requests."""
-        return list(self._of.get(client, ()))
+        return list(self._by_client.get(client, ()))
 
 
 G = TypeVar("G")

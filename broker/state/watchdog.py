@@ -14,12 +14,10 @@ from typing import Any
 
 import msgspec
 
-from broker.state import choice, ending, wait_reasons
+from broker.state import diagnosis, ending
 from broker.state.broker_state import State
-from broker.state.clients import is_present, is_silent, still_here
-from broker.state.pace import quantile
-from broker.state.wait_reasons import Cause
-from slimebus.bus.messages import NO_VERSION
+from broker.state.clients import still_here
+from broker.state.records import quantile
 
 QUANTILE = 0.9
 TIMES_QUANTILE = 4.0
@@ -37,20 +35,20 @@ KEPT_INTERVALS = 16
 # --- watching ---
 
 
-def look(state: State) -> None:
+def update(state: State) -> None:
     """Notice what moved since the last look. Called after every burst of events; the watch begins when somebody joins."""
     pace, meta = state.pace, state.meta
-    if not pace.num_joined and pace.mark == ():
+    if not pace.num_joined and pace.progress_key == ():
         return
     if meta.next_step > pace.next_step and meta.lineage == pace.lineage:
         _stepped(state)
-    elif _mark(state) != pace.mark:
+    elif _progress_key(state) != pace.progress_key:
         _restart(state, "a trainer begins a timeline" if meta.lineage != pace.lineage else "something moves")
     if pace.assigned != meta.next_step and meta.next_step in state.steps:
         pace.assigned, pace.assigned_at = meta.next_step, state.now
 
 
-def _mark(state: State) -> tuple[Any, ...]:
+def _progress_key(state: State) -> tuple[Any, ...]:
     """Changes when a timeline begins; before its first step also with anything that brings that step nearer."""
     meta, pace = state.meta, state.pace
     if _goes_by_steps(state) and meta.lineage == pace.lineage:
@@ -68,7 +66,7 @@ def _goes_by_steps(state: State) -> bool:
 def _stepped(state: State) -> None:
     pace, num_steps = state.pace, state.meta.next_step - state.pace.next_step
     if pace.has_stepped:
-        took = min((state.now - pace.since) / num_steps, MAX_GROWTH * limit_s(state))
+        took = min((state.now - pace.last_progress_at) / num_steps, MAX_GROWTH * limit_s(state))
         pace.intervals.extend([took] * min(num_steps, MAX_BURST_STEPS))
         state.meta.step_seconds = [round(seconds, 3) for seconds in list(pace.intervals)[-KEPT_INTERVALS:]]
     pace.has_stepped = True
@@ -78,12 +76,12 @@ def _stepped(state: State) -> None:
 def _restart(state: State, what: str) -> None:
     pace = state.pace
     if pace.stalled_at is not None:
-        state.note(f"no longer stalled: {what} after {state.now - pace.since:.0f} s")
+        state.note(f"no longer stalled: {what} after {state.now - pace.last_progress_at:.0f} s")
     if state.meta.lineage != pace.lineage:
         pace.has_stepped = False
-    pace.since, pace.stalled_at = state.now, None
+    pace.last_progress_at, pace.stalled_at = state.now, None
     pace.next_step, pace.lineage = state.meta.next_step, state.meta.lineage
-    pace.mark = _mark(state)
+    pace.progress_key = _progress_key(state)
     state.timers.set(("watchdog", None), state.now + limit_s(state))
 
 
@@ -119,79 +117,18 @@ def check(state: State) -> None:
     had_tokens, pace.num_tokens = pace.num_tokens, num_tokens
     if not _goes_by_steps(state) and num_tokens > had_tokens:
         _restart(state, "workers make tokens")
-    quiet_s, limit = now - pace.since, limit_s(state)
-    if now < pace.since + limit:  # as the timer was set: rounded alike, or it would fall due again at once
-        state.timers.set(("watchdog", None), pace.since + limit)
+    quiet_s, limit = now - pace.last_progress_at, limit_s(state)
+    if now < pace.last_progress_at + limit:  # as the timer was set: rounded alike, or it would fall due again at once
+        state.timers.set(("watchdog", None), pace.last_progress_at + limit)
         return
     pace.stalled_at = now
-    state.note(f"stalled for {quiet_s:.0f} s (limit {limit:.0f} s): {cause(state).reason}", is_warning=True)
+    state.note(f"stalled for {quiet_s:.0f} s (limit {limit:.0f} s): {diagnosis.cause(state).reason}", is_warning=True)
 
 
 def report(state: State) -> dict[str, Any] | None:
     """The `stalled` section of the status; None while the run moves, and once it is over."""
-    since_s, limit = state.now - state.pace.since, limit_s(state)
+    since_s, limit = state.now - state.pace.last_progress_at, limit_s(state)
     is_stuck = bool(state.store_problem) and since_s >= limit  # a store that takes nothing: no timer is looked at
     if (state.pace.stalled_at is None and not is_stuck) or ending.is_over(state):
         return None
-    return {"since_s": round(since_s, 3), "limit_s": round(limit, 3), **msgspec.structs.asdict(cause(state))}
-
-
-# --- who is waited for ---
-
-
-def cause(state: State) -> Cause:
-    """Who the run waits for now, in one sentence."""
-    meta = state.meta
-    trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
-    if state.store_problem:
-        return Cause("broker", ["store"], f"step {meta.next_step} waits for the broker's store: {state.store_problem}")
-    if state.is_finishing:
-        return _with_oldest_lease(state, wait_reasons.end_cause(state))
-    if trainer is None:
-        return Cause("trainer", [state.pace.trainer] if state.pace.trainer else [], _no_trainer(state))
-    if trainer.is_gone or is_silent(state, trainer):
-        text = f"{trainer.title} has been silent for {state.now - trainer.heard_at:.0f} s; it {_doing(state)}"
-    elif not meta.lineage:
-        text = f"{trainer.title} joined and has not said which step it trains next; {_workers(state)} for it"
-    elif meta.version == NO_VERSION:
-        text = f"{_workers(state)} for version {meta.base_version} that {trainer.title} has not published"
-    elif meta.next_step in state.steps or meta.next_step not in state.waiting_batches:
-        text = f"{trainer.title} {_doing(state)}"
-    else:
-        return _with_oldest_lease(state, wait_reasons.batch_cause(state, meta.next_step))
-    return Cause("trainer", [trainer.name], text)
-
-
-def _no_trainer(state: State) -> str:
-    pace = state.pace
-    if not pace.trainer:
-        return f"no trainer has joined; {_workers(state)} for one"
-    ago = f" {state.now - pace.trainer_left_at:.0f} s ago" if pace.trainer_left_at is not None else ""
-    return f"no trainer takes part: {pace.trainer} left{ago}; step {state.meta.next_step} is next and {_workers(state)} for it"
-
-
-def _workers(state: State) -> str:
-    count = sum(1 for c in state.clients.values() if c.role == "rollout" and is_present(c))
-    return "1 worker waits" if count == 1 else f"{count or 'no'} workers wait"
-
-
-def _doing(state: State) -> str:
-    """What the trainer does with the next step to commit, as far as the broker saw it."""
-    pace, step = state.pace, state.meta.next_step
-    if step not in state.steps:
-        return f"has not asked for batch {step}: {choice.so_far(state, len(state.groups.ready))} ready"
-    if step not in state.fetched_steps:
-        return f"was given batch {step} {state.now - pace.assigned_at:.0f} s ago and has not fetched it"
-    begun = max(state.fetched_steps[step], pace.since if pace.has_stepped else 0.0)
-    text = f"fetched batch {step} and has been training for {state.now - begun:.0f} s"
-    if state.meta.version == state.version_of(step + 1) > state.version_of(step):
-        return f"{text}; version {state.meta.version} is published, the step is not committed"
-    return text
-
-
-def _with_oldest_lease(state: State, cause: Cause) -> Cause:
-    """The same, and where workers are waited for how long the oldest lease has been held."""
-    if cause.role != "rollout" or not state.lease_since:
-        return cause
-    lease, since = min(state.lease_since.items(), key=lambda item: item[1])
-    return msgspec.structs.replace(cause, reason=f"{cause.reason}; lease {lease} has been held for {state.now - since:.0f} s")
+    return {"since_s": round(since_s, 3), "limit_s": round(limit, 3), **msgspec.structs.asdict(diagnosis.cause(state))}

@@ -39,7 +39,7 @@ class Damaged(SlimebusError):
 
 
 class Records(Protocol):
-    """Records to read. Of a snapshot they are those of one moment, whatever a broker writes meanwhile. `where`: for messages."""
+    """Records to read. Of a snapshot they are those of one moment, also while a broker writes. `where`: for messages."""
 
     where: str
 

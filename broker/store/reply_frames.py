@@ -27,7 +27,7 @@ class ReplyFrames:
     def __init__(self, store: Store, eval_rows: Mapping[str, FileRows]) -> None:
         self.store, self.eval_rows = store, eval_rows
 
-    def of(self, part: Bulk, writes: Writes) -> Sequence[Any]:
+    def frames_for(self, part: Bulk, writes: Writes) -> Sequence[Any]:
         """The frames of one part of a reply. writes: what was just written."""
         match part:
             case Inline(value):
@@ -38,16 +38,16 @@ class ReplyFrames:
                 written = writes.get(("prompts", group))  # most leases are of prompts drawn in the same burst
                 return [_present(written.value if written else self.store.get("prompts", group), "prompts", group)]
             case StoredPayload(group, num_frames, late, only, table):
-                frames = self._whole(table, group, num_frames)
+                frames = self._stored_frames(table, group, num_frames)
                 if not late and only is None:
                     return frames
-                late_frames = [(field, self._whole("fields", field_key(group, field.name), 1)[0]) for field in late]
+                late_frames = [(field, self._stored_frames("fields", field_key(group, field.name), 1)[0]) for field in late]
                 try:
                     return assembled(frames, late_frames, only)
                 except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, ValueError) as bad:
                     raise Damaged("payloads", group, f"the sample table of group {group} is damaged: {bad}") from None
 
-    def _whole(self, table: str, key: str, num_frames: int) -> Sequence[Any]:
+    def _stored_frames(self, table: str, key: str, num_frames: int) -> Sequence[Any]:
         frames = _present(self.store.frames(table, key), table, key)
         if len(frames) != num_frames:
             raise Damaged(table, key, f"{table} of group {key} are damaged: {len(frames)} frames, its row says {num_frames}")

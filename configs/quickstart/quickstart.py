@@ -30,6 +30,7 @@ LAYOUT_GOAL = 0.95
 """Below this share of right answers without any carry, copying errors drown the reward signal and RL learns slowly."""
 MAX_EXTRA_WARM_UPS = 4
 EXTRA_STEPS = 50
+TAIL_LINES = 20
 
 console = Console(highlight=False)
 
@@ -136,10 +137,19 @@ def warm_up(run_dir: Path, seed: int, steps: int | None) -> Path:
         layout = rows[-1]["mean_reward"] if rows else 0.0
         console.print(f"[dim]warm-up[/] problems without a carry: {layout:.3f} right")
         if layout >= LAYOUT_GOAL:
-            return model
+            break
         changes = {"rollout.num_rollout": EXTRA_STEPS, "weights.update_weights_interval": EXTRA_STEPS, "optimizer.lr": 5e-4}
         folder = run_dir / f"warm-up-{extra + 2}"
-    console.print(f"[yellow]the warm-up did not reach {LAYOUT_GOAL}; RL will learn more slowly[/]")
+    else:
+        console.print(f"[yellow]the warm-up did not reach {LAYOUT_GOAL}; RL will learn more slowly[/]")
+    return offer(model, run_dir / "warm-up" / "hf")
+
+
+def offer(model: Path, place: Path) -> Path:
+    """The newest warm model, also at the place that run.yaml names; what was there, of fewer steps, stays beside it."""
+    if model != place and not place.is_symlink():
+        place.rename(place.with_name("hf-first"))
+        place.symlink_to(os.path.relpath(model, place.parent))
     return model
 
 
@@ -179,9 +189,14 @@ def run_stage(title: str, file: Path) -> None:
     stage = LocalRun(resolve(file), [str(file)], title=title, quiet=True)
     code = stage.run()
     if stage.failed is not None:
-        raise SlimebusError(f"{describe(stage.failed)}\n{stage.failed.tail()}")
+        raise SlimebusError(f"{describe(stage.failed)}\n{tail_of(stage.failed.log_file)}")
     if code:
         raise KeyboardInterrupt
+
+
+def tail_of(log: Path) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:]) if log.is_file() else ""
 
 
 def finish(run_dir: Path, seed: int) -> None:
@@ -222,7 +237,8 @@ def main() -> None:
         bad.show()
         sys.exit(bad.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        console.print("interrupted; `bin/quickstart --resume` goes on")
+        words = [word for word in sys.argv[1:] if word != "--resume"]
+        console.print(f"interrupted; `{' '.join(['bin/quickstart', *words, '--resume'])}` goes on", soft_wrap=True)
         sys.exit(130)
     except SlimebusError as bad:
         console.print(f"quickstart: {bad.text}", markup=False)

@@ -37,7 +37,7 @@ class WeightRelay:
     """A weight server beside the puller. address: where others reach it."""
 
     def __init__(self, client: Client, config: RunConfig) -> None:
-        """Raises SlimebusError for an address that cannot be bound, or when the broker does not say whose keys may pull."""
+        """Raises SlimebusError for an address that cannot be bound, or when the broker does not say which keys may pull."""
         keyring = PullKeyring.for_client(client)
         self.payloads = RelayPayloads()
         limits = Limits(max_connections=connections_of(config.broker.max_clients))

@@ -62,7 +62,7 @@ def _text(resolved: Resolved, name: str) -> str:
 def recorded_settings(resolved: Resolved) -> dict[str, str]:
     """What a run's samples and evaluations rest on, name -> text, with hashes of the files that it names and this machine has.
 
-    Not the prompts, of which the store has a fingerprint, nor what the trainer compares with its own last start.
+    Not the prompts, as the store has their fingerprint, nor what the trainer compares with its own last start.
     """
     config, base = resolved.config, resolved.base
     names = [name for name in paths() if name.startswith(("data.", "rollout.")) and not name.endswith("_s") and name not in NOT_RECORDED]

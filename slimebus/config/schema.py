@@ -363,7 +363,7 @@ class OptimizerConfig(Section, frozen=True):
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """[choice] Shape of the decay."""
     lr_warmup_iters: Natural = 0
-    """[steps] Linear warm-up from 0."""
+    """[steps] Linear warm-up; the first step has lr / lr_warmup_iters."""
     lr_decay_iters: Natural = 0
     """[steps] Where the decay reaches min_lr; 0: the last optimizer step of the run."""
     adam_beta1: Fraction = 0.9

@@ -114,7 +114,7 @@ def result(report: Report, dataset: str, config: RunConfig) -> dict[str, Any]:
 
 
 def dropped(status: dict[str, Any]) -> dict[str, int]:
-    """Groups that were sampled and gave no gradient, by reason: wasted ones, and those the trainer had no use for."""
+    """Groups that were sampled and trained nothing, by reason: wasted ones, and those that were trained without a gradient."""
     found = {reason: waste["groups"] for reason, waste in status.get("waste", {}).items() if waste["groups"]}
     unused = {name.removeprefix(UNUSED): n for name, n in status.get("counted", {}).items() if name.startswith(UNUSED)}
     return found | unused

@@ -9,6 +9,8 @@ from slimebus.telemetry.wilson_interval import wilson
 if TYPE_CHECKING:
     from rich.table import Table
 
+REASONS = {"zero_variance": "groups with equal rewards", "too_stale": "too stale", "stale": "too stale"}
+"""Why groups trained nothing, in words."""
 Result = Mapping[str, Any]
 """The keys of result.json. Times in seconds, lags in versions, fractions and accuracies in 0..1:
 
@@ -62,7 +64,7 @@ def _dropped(result: Result) -> str:
     from rich.markup import escape
 
     by_size = sorted(result["dropped"].items(), key=lambda item: -item[1])
-    return ", ".join(f"{n} {escape(reason)}" for reason, n in by_size) or "none"
+    return ", ".join(f"{n} {escape(REASONS.get(reason, reason))}" for reason, n in by_size) or "none"
 
 
 TEXTS: dict[str, Callable[[Result], str]] = {
@@ -70,7 +72,7 @@ TEXTS: dict[str, Callable[[Result], str]] = {
     "steps": lambda r: f"{r['steps']}",
     "time": _time,
     "lag": lambda r: f"mean {r['lag_mean']:.2f}, largest {r['lag_max']:g}, bound {r['max_staleness']:g} versions",
-    "groups dropped": _dropped,
+    "trained nothing": _dropped,
     "delta size": lambda r: f"{r['delta_fraction']:.1%} of the model",
     "trainer idle": lambda r: f"{r['trainer_idle']:.0%}",
     "workers idle": lambda r: f"{r['worker_idle']:.0%}",

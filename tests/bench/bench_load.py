@@ -102,7 +102,7 @@ class Peer:
 class Waiting:
     """Which of many peers have something to receive. Asking 256 sockets one by one would take longer than what is measured.
 
-    libzmq signals a socket's file once: whoever is given must be read until nothing is left, and so must one that has just sent.
+    libzmq signals a socket's file once: a peer that is given must be read until nothing is left, and so must one that has just sent.
     """
 
     def __init__(self, peers: list[Peer]) -> None:

@@ -1,6 +1,6 @@
 """What seeing a run costs it, how fast its page and the simulator are, and how true the simulator is: `bin/bench seeing`.
 
-steps/s of two runs on a shared machine differ by several percent whatever they do, so the two costs are judged by CPU time: with all cores
+steps/s of two runs on a shared machine differ by several percent by themselves, so the two costs are judged by CPU time: with all cores
 in use, as in the quick start, steps/s fall by no more than CPU seconds a step rise. On and off take turns; the median of the pairs counts.
 """
 

@@ -1,7 +1,7 @@
 """From publish to serving: how long until an engine generates with a version, by stage.
 
 A real store and weight server, a worker's WeightSync and the embedded engine in a process of its own, on one host without a broker
-(whose announcement costs a message). Two models of random weights in the shape of Qwen3: the quick start's, and one of half a billion
+(announcing it costs a message). Two models of random weights in the shape of Qwen3: the quick start's, and one of half a billion
 parameters. 2% of the values change from version to version.
 
     diff, encode, hash    the publisher finds what changed, writes it small, hashes the tensors

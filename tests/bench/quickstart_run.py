@@ -79,7 +79,7 @@ def wait_for_quiet() -> None:
 
 
 def _run(folder: Path, name: str, steps: int, changes: dict[str, Any], *, workers: int = 1, is_seen: bool = True) -> Measured:
-    """is_seen: with spans and whatever `changes` leave on, somebody who looks at the page, and a scraper of its metrics."""
+    """is_seen: with spans and all that `changes` leave on, somebody who looks at the page, and a scraper of its metrics."""
     import quickstart
 
     run_dir, warm = folder / name, folder / "warm-up" / "hf"
@@ -109,7 +109,7 @@ def _run(folder: Path, name: str, steps: int, changes: dict[str, Any], *, worker
 
 
 def _unseen(folder: Path) -> Path:
-    """A folder whose place on the path makes processes write no spans, which no option turns off."""
+    """A folder that makes processes write no spans when it is on the path; no option turns them off."""
     place = folder / "unseen"
     place.mkdir(exist_ok=True)
     text = "import slimebus.telemetry.spans as s\nmake = s.Spans.__init__\ns.Spans.__init__ = lambda self, *given, **how: make(self)\n"

@@ -17,8 +17,8 @@ from bench_row import Row, within
 from quickstart_run import Measured
 
 from broker.simulate.calibrate import calibrate
-from broker.simulate.closed_form import load_ratio, mean_staleness
 from broker.simulate.simulated_run import simulate
+from broker.simulate.workload import load_ratio, mean_staleness
 
 STEPS, BASE_STEPS = 30, 120
 """Of a predicted run; of the one that is calibrated from, which must tell a step's fixed time from that of its tokens."""

@@ -9,7 +9,7 @@ from made_samples import frames, made
 
 from broker.machine import Machine
 from broker.service import RESTORED_TABLES
-from broker.state.effects import Address, Event, Lives, Note, Notify, Record, Reply, Write
+from broker.state.effects import Address, Event, Note, Notify, Record, Reply, StepHistory, Write
 from broker.state.prompt_source import Prompt, PromptSource
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
@@ -46,7 +46,7 @@ class Desk:
         self.hints: list[m.Hint] = []
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
-        self.lives: list[Lives] = []
+        self.step_histories: list[StepHistory] = []
         self.buffer_filter: BufferFilter | None = None
         self.store_problem = ""
         self._burst: list[Event] | None = None
@@ -82,8 +82,8 @@ class Desk:
                 self.notes.append(effect.text)
             elif isinstance(effect, Record):
                 self.rows.append(effect.row)
-            elif isinstance(effect, Lives):
-                self.lives.append(effect)
+            elif isinstance(effect, StepHistory):
+                self.step_histories.append(effect)
 
     def send(
         self, name: str, message: m.Message, *, request: int = 0, epoch: int | None = None, bulk: list[bytes] | None = None, run: str = "r",

@@ -12,7 +12,7 @@ from made_samples import frames, made
 from manual_clock import ManualClock
 
 from broker.service import Broker
-from broker.state.effects import Lives
+from broker.state.effects import StepHistory
 from broker.state.prompt_source import Prompt, PromptSource
 from broker.state.rules import Rules
 from broker.store import MemoryStore, StoreError, StoreRefusal, Write
@@ -334,7 +334,7 @@ def test_a_commit_that_takes_long_moves_no_group_of_its_step(tmp_path: Path) -> 
         clock.advance(0.5)
         decided = broker.broker_clock.advance()
         clock.advance(0.25)  # the store writes
-        broker._emit(Lives(0, decided, 0.1, 0.0, {"0/0": (2, [("queued", decided - 0.5), ("committed", decided)])}), {})
+        broker._emit(StepHistory(0, decided, 0.1, 0.0, {"0/0": (2, [("queued", decided - 0.5), ("committed", decided)])}), {})
     finally:
         broker.close()
     (row,) = map(json.loads, (tmp_path / "spans-broker.jsonl").read_text().splitlines())

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from manual_clock import ManualClock
 
+from broker.service import MAX_PAUSE_S, TIMES_COST, StatusAskers
 from broker.state.effects import Address
-from broker.status_askers import MAX_PAUSE_S, TIMES_COST, StatusAskers
 from slimebus.bus import messages as m
 
 

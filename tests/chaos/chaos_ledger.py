@@ -40,7 +40,7 @@ class Ledger(msgspec.Struct, kw_only=True):
 def surviving(rows: Iterable[Row]) -> tuple[dict[int, Row], int, int]:
     """step -> row of the timeline that survived, the number of rows that did not, and of lineages.
 
-    A lineage is one life of a trainer. It begins where its first row says, and whatever earlier lineages trained from there on is
+    A lineage is one life of a trainer. It begins where its first row says, and what earlier lineages trained from there on is
     abandoned. A trainer that was replaced may still write a row before it learns of it: that row belongs to its own, older lineage.
     """
     lives: dict[str, dict[int, Row]] = {}

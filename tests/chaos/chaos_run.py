@@ -34,6 +34,7 @@ from chaos_ledger import Ledger, balance  # noqa: E402
 from live_run import Process, Run  # noqa: E402
 from load_attack import LoadAttack, Report  # noqa: E402
 
+from broker.process import VALIDATE  # noqa: E402
 from broker.source import FileRows, FileSource  # noqa: E402
 from broker.state.groups import Group  # noqa: E402
 from broker.state.records import Meta, StepRecord  # noqa: E402
@@ -48,7 +49,7 @@ CALM_S = 90.0
 """Once faults end, a step must be trained within so many seconds."""
 CALM_STEPS = 3
 ZOMBIE_S = 60.0
-"""A process whose place was taken ends within so many seconds of being continued and of the start of its successor."""
+"""A process that was replaced ends within so many seconds of being continued and of the start of its successor."""
 RESTART_S = 1.0
 
 HOOKS = '''
@@ -257,7 +258,7 @@ class Chaos:
         present = self.keepers[name].process
         known = [client for client in self.run.status().get("clients", []) if client["name"] == name]
         return (
-            f"{name}, whose place was taken, still runs {ZOMBIE_S:.0f} s after it was continued; the broker knows {known}\n"
+            f"{name}, which was replaced, still runs {ZOMBIE_S:.0f} s after it was continued; the broker knows {known}\n"
             f"{process.tail()}\n{present.tail() if present else 'its successor is gone'}"
         )
 
@@ -415,7 +416,7 @@ class Chaos:
 
 
 def count(run: Run) -> Ledger:
-    """The ledger of a run whose processes have ended, from its files alone."""
+    """The ledger of a run after its processes have ended, from its files alone."""
     store = open_store("os", run.run_dir / "broker")
     try:
         meta = msgspec.msgpack.decode(dict(store.scan("meta"))["meta"], type=Meta)
@@ -545,4 +546,5 @@ def chaos(
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[VALIDATE] = "1"
     chaos()

@@ -17,16 +17,17 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "fixtures")]
 
+from made_samples import made  # noqa: E402
 from simulation.rude import spoiled  # noqa: E402
 
 from slimebus.bus import messages as m  # noqa: E402
 from slimebus.bus.errors import SlimebusError  # noqa: E402
-from slimebus.bus.samples import Sample, encode_group  # noqa: E402
+from slimebus.bus.samples import encode_group  # noqa: E402
 from slimebus.bus.transport.client import Client  # noqa: E402
 
-TOKENS = 16
+TOKENS, EXTRAS = 16, {"extra": np.zeros(3, np.uint8)}
 PAUSE_S = 0.5
 """Between two groups: the others make most of what is trained."""
 NONSENSE: list[m.Message] = [
@@ -96,7 +97,7 @@ class RudeClient:
         leased = self.ask(m.Lease(want=1, wait_s=1.0, lineage=self.truth.lineage, serving=self.truth.version))
         for group in leased.groups if isinstance(leased, m.LeaseReply) else ():
             put = m.Put(group=group.group, lease=group.lease, lineage=self.truth.lineage)
-            frames = encode_group([self._sample() for _ in range(group.num_samples)])
+            frames = encode_group([made((self.truth.version, TOKENS), extras=EXTRAS)] * group.num_samples)
             for _ in range(self.random.randint(1, 3)):
                 self._put_wrong(put, frames)
             self.ask(m.GiveBack(group=group.group, lease=group.lease, outcome="requeue", reason="rude"))
@@ -106,16 +107,6 @@ class RudeClient:
         what, put, frames = spoiled(self.random, put, frames, has_lineage=True)
         if getattr(self.ask(put, frames), "result", "") == "accepted":
             self.accepted.append(what)
-
-    def _sample(self) -> Sample:
-        return Sample(
-            tokens=np.zeros(TOKENS, np.int32),
-            loss_mask=np.ones(TOKENS, np.uint8),
-            rollout_logprobs=np.zeros(TOKENS, np.float32),
-            versions=[(self.truth.version, TOKENS)],
-            reward=1.0,
-            extras={"extra": np.zeros(3, np.uint8)},
-        )
 
 
 def main() -> None:

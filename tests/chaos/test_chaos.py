@@ -33,7 +33,7 @@ def row(step: int, lineage: str, *groups: str, lag: int = 0) -> dict[str, Any]:
 
 
 def counted(rows: list[dict[str, Any]], **changes: Any) -> Ledger:
-    """The ledger of six prompts named 0..5, of which 4 is queued and 5 is dead."""
+    """The ledger of six prompts named 0..5; 4 is queued and 5 is dead."""
     told: dict[str, Any] = {
         "next_step": 2,
         "in_play": {"4": "queued"},

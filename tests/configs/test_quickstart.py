@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from slimebus.bus.errors import SlimebusError
+
 RECIPE = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
 SPLITS = ("sft", "rl", "heldout", "layout")
 
@@ -204,9 +206,41 @@ def test_a_warm_up_that_fails_its_check_goes_on(tmp_path: Path, monkeypatch: pyt
     quickstart, files = load("quickstart"), list[Path]()
     scores = iter(layouts)
     rows = SimpleNamespace(evaluations=lambda name: [{"mean_reward": next(scores)}])
-    monkeypatch.setattr(quickstart, "run_stage", lambda title, file: files.append(file))
+
+    def run_stage(title: str, file: Path) -> None:
+        files.append(file)
+        (file.parent / "hf").mkdir()
+        (file.parent / "hf" / "config.json").write_text(str(len(files)))
+
+    monkeypatch.setattr(quickstart, "run_stage", run_stage)
     monkeypatch.setattr(quickstart.report, "read", lambda folder: rows)
     model = quickstart.warm_up(tmp_path, 0, 100)
     assert len(files) == stages
     assert model == files[-1].parent / "hf"
+    assert (tmp_path / "warm-up" / "hf" / "config.json").read_text() == str(stages), "what run.yaml names is the model of the last warm-up"
     assert [yaml.safe_load(file.read_text())["rollout"]["num_rollout"] for file in files] == [100, 50, 50, 50, 50][:stages]
+
+
+def test_a_stage_that_fails_shows_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quickstart, log = load("quickstart"), tmp_path / "trainer.log"
+    log.write_text("\n".join(f"line {i}" for i in range(100)))
+    failed = SimpleNamespace(name="trainer", log_file=log, process=SimpleNamespace(returncode=1))
+    monkeypatch.setattr(quickstart, "resolve", lambda file: None)
+    monkeypatch.setattr(quickstart, "LocalRun", lambda *_, **__: SimpleNamespace(run=lambda: 1, failed=failed))
+    with pytest.raises(SlimebusError, match="trainer ended with code 1") as bad:
+        quickstart.run_stage("GRPO", tmp_path / "run.yaml")
+    assert "line 99" in bad.value.text
+    assert "line 9\n" not in bad.value.text
+
+
+def test_an_interrupted_quick_start_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    quickstart = load("quickstart")
+    monkeypatch.setattr(quickstart.sys, "argv", ["quickstart.py", "--run-dir", "there", "--steps", "5"])
+
+    def interrupt(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quickstart.quickstart, "main", interrupt)
+    with pytest.raises(SystemExit):
+        quickstart.main()
+    assert "`bin/quickstart --run-dir there --steps 5 --resume` goes on" in capsys.readouterr().out.replace("\n", " ")

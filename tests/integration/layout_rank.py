@@ -184,7 +184,7 @@ def train(asked: dict) -> None:
         policy.close()
         return
     seen = {"exported": digest(policy.export.tensors()), "owners": policy.export.owners}
-    assert parallel.share("-" * parallel.rank(), str) == "", "what other ranks give, of whatever size, does not count"
+    assert parallel.share("-" * parallel.rank(), str) == "", "what other ranks give, of any size, does not count"
     seen["owned"] = parallel.gather(digest(policy.export.owned_tensors()), dict)
     seen["logprobs"] = [float(x.sum()) for x in policy.logprobs(batch(0))]
     kept = Kept(policy)
@@ -287,7 +287,7 @@ def run_rank(asked: dict, ports: list[int]) -> NoReturn:
         else:
             train(asked)
         os._exit(0)
-    finally:  # the rank ends here, whatever it was
+    finally:  # the rank ends here in any case
         traceback.print_exc()
         os._exit(1)
 

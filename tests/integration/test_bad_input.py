@@ -65,24 +65,6 @@ def test_a_missing_data_file_is_named(run: Run, task: Path) -> None:
     assert "nowhere/prompts.jsonl" in up.said
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"prompt": "1+1=", "label": "2"', "not JSON"),
-        ('["1+1="]', "expected a JSON object, got list"),
-        ('{"question": "1+1="}', "no 'prompt'"),
-        ('{"prompt": 7}', "must be text or a list of chat messages"),
-    ],
-)
-def test_a_malformed_line_is_named_with_file_line_and_reason(run: Run, task: Path, line: str, reason: str) -> None:
-    file = run.folder / "prompts.jsonl"
-    file.write_text('{"prompt": "1+1=", "label": "2"}\n' * 2 + line + "\n")
-    change(run, task, data__prompt_data=[str(file)])
-    said = refused(run, "broker").said
-    assert f"{file}:3" in said
-    assert reason in said
-
-
 def test_up_ends_everyone_when_one_role_refuses_its_input(run: Run, task: Path) -> None:
     file = run.folder / "prompts.jsonl"
     file.write_text("nonsense\n")
@@ -98,18 +80,6 @@ def test_an_unknown_key_is_named_with_its_place_and_the_nearest_name(run: Run, t
     said = refused(run, role).said
     assert f"{run.file}:" in said
     assert "unknown key 'rollout.num_rollouts'; did you mean 'rollout.num_rollout'?" in said
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_batch_sizes_that_do_not_divide_are_refused_with_their_numbers(run: Run, task: Path, role: str) -> None:
-    change(run, task, rollout__num_steps_per_rollout=3)
-    said = refused(run, role).said
-    assert "rollout_batch_size: 4 groups do not divide into num_steps_per_rollout 3 parts" in said
-
-
-def test_batches_that_no_rank_can_share_evenly_are_refused(run: Run, task: Path) -> None:
-    change(run, task, trainer__nproc_per_node=3)
-    assert "16 samples do not divide over 3 data-parallel ranks" in refused(run, "trainer").said
 
 
 def test_a_port_in_use_is_named(run: Run, task: Path) -> None:

@@ -13,7 +13,7 @@ from model_families import CASES, save_case
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = [name for name in CASES if "-" not in name and name != "kimi_k2"]  # whose map is deepseek_v3's
+FAMILIES = [name for name in CASES if "-" not in name and name != "kimi_k2"]  # it has deepseek_v3's map
 TENSORS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERTS = {"expert_model_parallel_size": 2}
 """Half of them on each rank; experts that ranks share (expert tensor parallelism) need NCCL."""

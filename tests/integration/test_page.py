@@ -1,4 +1,4 @@
-"""The page of a run in a real Chromium: what it shows of a run whose figures are known, and what it outlives."""
+"""The page of a run in a real Chromium: what it shows of a run with known figures, and what it outlives."""
 
 import json
 import time
@@ -39,7 +39,7 @@ def tokenizer(folder: Path) -> None:
 
 
 class SeededRun:
-    """A broker with its page, whose trainer and workers are this process, and a browser that looks at it."""
+    """A broker with its page, with this process as trainer and workers, and a browser that looks at it."""
 
     def __init__(self, folder: Path) -> None:
         tokenizer(folder / "model")

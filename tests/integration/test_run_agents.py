@@ -77,7 +77,7 @@ class Kinds:
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    """A model whose weights are bfloat16 in the trainer too, and a prompt of each kind in each style."""
+    """A model with bfloat16 weights in the trainer too, and a prompt of each kind in each style."""
     folder = tmp_path / "task"
     save_model(folder / "model", **SHAPE)
     save_tokenizer(folder / "model", TEMPLATE)

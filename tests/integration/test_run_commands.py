@@ -48,7 +48,7 @@ def test_a_run_is_evaluated_on_request_shown_and_exported(tmp_path: Path, task: 
             assert refused.wait(60) == 2, refused.tail()
             assert said in refused.text()
         steps, trained = replay(run, tmp_path / "groups"), {row["step"]: row for row in run.rows("trainer")}
-        assert list(steps) == [4, 5], "whose samples the broker keeps"
+        assert list(steps) == [4, 5], "the broker keeps their samples"
         for step, row in steps.items():
             for name in ("loss", "grad_norm", "entropy", "reward", "lag_max"):
                 assert row[name] == pytest.approx(trained[step][name], abs=1e-6), (step, name)

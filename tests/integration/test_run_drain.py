@@ -1,4 +1,4 @@
-"""A worker that is told to stop in the middle of its samples."""
+"""A worker that gets SIGTERM in the middle of its samples."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""A run of real processes whose prompts and rewards are those of an environment of verifiers."""
+"""A run of real processes with prompts and rewards of an environment of verifiers."""
 
 import json
 import shutil

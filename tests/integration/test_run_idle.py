@@ -1,4 +1,4 @@
-"""Whoever waits, for whatever, uses less than 2% of a core."""
+"""A process that waits uses less than 2% of a core."""
 
 import signal
 import time

@@ -23,7 +23,7 @@ TWO_STAGES = ("--nproc-per-node", "2", "--pipeline-model-parallel-size", "2")
 
 
 def publishers(run: Run) -> list[str]:
-    """The addresses that a worker which joins now is told."""
+    """The addresses that a worker gets when it joins now."""
     client = Client(run.address, name="looker", credentials=Credentials(run.keys / "client.key") if run.keys else None)
     try:
         return client.join("client", timeout_s=10).publishers
@@ -69,7 +69,7 @@ def test_each_pipeline_stage_serves_its_own_tensors_and_workers_put_them_togethe
 
 
 def test_a_publishing_rank_that_dies_ends_its_trainer_and_the_next_one_goes_on(tmp_path: Path, even_task: Path) -> None:
-    """With keys: the second stage learns from the broker whom it lets in."""
+    """With keys: the second stage learns from the broker which keys to accept."""
     keys = tmp_path / "keys"
     key_folder.init(keys)
     with Run(tmp_path, even_task, rollout__num_rollout=4, trainer__save_interval=1, security__keys=str(keys)) as run:

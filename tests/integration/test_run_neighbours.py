@@ -1,4 +1,4 @@
-"""Two workers of one host: their weights come over the network once, whatever becomes of either of them."""
+"""Two workers of one host: their weights come over the network once, also when one of them is killed."""
 
 from pathlib import Path
 from typing import Any

@@ -54,6 +54,6 @@ def test_a_worker_that_starts_is_heard_meanwhile_and_says_what_it_waits_for(tmp_
             seen.update(client["state"] for client in clients(status, "rollout"))
             return "syncing" in seen
 
-        run.wait_for("a worker whose engine is ready", is_syncing)
+        run.wait_for("a worker with an engine that is ready", is_syncing)
         assert "starting: waits for its engine" in seen
         assert "gone" not in seen

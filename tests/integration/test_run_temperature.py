@@ -1,4 +1,4 @@
-"""Engine and trainer speak of the same distribution, whatever temperature samples are made at."""
+"""Engine and trainer speak of the same distribution, at any temperature."""
 
 from pathlib import Path
 

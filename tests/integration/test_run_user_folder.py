@@ -1,4 +1,4 @@
-"""Commands are started in a user's folder, whose files may be called like modules of ours or of a library."""
+"""Commands are started in a user's folder, with files that may be called like modules of ours or of a library."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ PACKAGES = ("broker", "rollout", "megatron", "transformers")
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A folder in which whatever is imported from it fails."""
+    """A folder in which every import from it fails."""
     folder = tmp_path / "mine"
     for name in PACKAGES:
         (folder / name).mkdir(parents=True)

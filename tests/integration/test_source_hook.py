@@ -38,7 +38,7 @@ STEPS, BATCH, SAMPLES = 45, 4, 2
 
 
 def _work(worker: Client, version: int, prompts: list[str]) -> int:
-    """Lease once; drop the prompts whose number ends in 7, put the others. The number put."""
+    """Lease once; drop the prompts with a number that ends in 7, put the others. The number put."""
     reply = worker.call(Lease(want=2, wait_s=1.0, lineage="L", serving=version), timeout_s=60)
     assert isinstance(reply.message, LeaseReply)
     done = 0

@@ -1,4 +1,4 @@
-"""A broker process whose disk fills up, is read-only or is damaged, with real clients around it."""
+"""A broker process with a disk that fills up, is read-only or is damaged, with real clients around it."""
 
 import json
 import os

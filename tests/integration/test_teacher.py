@@ -1,7 +1,6 @@
 """A teacher beside a run: its engine scores what the student samples, and the student moves to it."""
 
 import json
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -11,6 +10,8 @@ import numpy as np
 import pytest
 from live_run import Run
 from safetensors.numpy import load_file, save_file
+
+from slimebus.view.report import page_url
 
 pytestmark = pytest.mark.integration
 
@@ -67,9 +68,8 @@ def test_a_teacher_refuses_what_its_engine_cannot_score_and_leaves_on_sigterm(tm
         assert "the models must have the same tokenizer" in other.text()
 
         waiting = run.start("rollout", "--teacher", str(task / "model"), name="waiting")
-        run.wait_for("a teacher", lambda status: any(one["name"] == "waiting" for one in status["consumers"]))
-        (url,) = re.findall(r"metrics: (\S+)", waiting.text())
-        assert 'slimebus_teacher_groups{process="waiting"} 0.0' in urlopen(url, timeout=10).read().decode()
+        exported = 'slimebus_consumer_groups{process="waiting"} 0'
+        run.wait_for("a heartbeat of the teacher", lambda _: exported in urlopen(f"{page_url(run.run_dir)}metrics").read().decode())
         waiting.send(signal.SIGTERM)
         assert waiting.wait() == 0
         run.assert_none_alive(within_s=5.0, others=2)  # the broker and its page

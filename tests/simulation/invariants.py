@@ -10,7 +10,7 @@ from broker.machine import Machine
 from broker.state.broker_state import State
 from broker.state.clients import RECONNECT_S, SILENT_BEATS
 from broker.state.effects import Address, Effect, Event, Note, Notify, Reply
-from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, TRAIN, Group
+from broker.state.groups import ASSIGNED, COMMITTED, LEASED, READY, TRAIN, Group
 from broker.state.records import Client
 from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNREAD_S
 from slimebus.bus import messages as m
@@ -120,7 +120,7 @@ class Invariants:
         unknown = [step for step in trained if step >= fork or not _has_trained(state, step, trained[step])]
         self.world.account.may_repeat.update(group for step in unknown for group in trained[step])
         self._diverged |= any(step >= fork or step not in state.steps for step in unknown)  # other groups under one step it cannot see
-        self._begins_anew |= fork < state.meta.floor
+        self._begins_anew |= fork < state.meta.oldest_kept_step
 
     def _note_fork(self, state: State, resume: m.Resume) -> int:
         """The step behind which no other trainer went back since the lineage began that this one goes on with."""
@@ -316,8 +316,8 @@ class Invariants:
         state = machine.state
         self._check_prompts(state)
         self._check_records(state)
-        self._check_indexes(state)
-        self._check_deadlines(state)
+        state.validate()
+        self._check_bounds(state)
         machine.status(self.world.broker.broker_clock.now)
 
     def _check_prompts(self, state: State) -> None:
@@ -345,42 +345,16 @@ class Invariants:
         require(tables["partials"].keys() == partials, f"partials that leak or lack: {sorted(tables['partials'].keys() ^ partials)}")
         require(tables["payloads"].keys() == payloads, f"payloads that leak or lack: {sorted(tables['payloads'].keys() ^ payloads)}")
 
-    def _check_indexes(self, state: State) -> None:
-        groups = state.groups
-        counts = Counter((g.kind, g.phase) for g in groups.by_id.values())
-        require(+groups.counts == counts, f"counted {groups.counts}, there are {counts}")
-        leased = {g.lease.id: g for g in groups.by_id.values() if g.phase == LEASED}
-        require(leased == groups.by_lease, "a lease leaks")
-        require(leased.keys() == state.lease_since.keys(), f"times of no lease: {leased.keys() ^ state.lease_since.keys()}")
-        ghosts = sorted({g.lease.worker for g in groups.by_id.values() if g.phase == LEASED} - state.clients.keys())
-        require(not ghosts, f"leases are held by {ghosts}, who are no clients")
-        ready = sorted((g.lease.id, g.id) for g in groups.by_id.values() if g.phase == READY)
-        require([(g.lease.id, g.id) for g in groups.ready] == ready, "the ready list is out of order")
-        for kind in (TRAIN, EVAL):
-            first = groups.first_queued(kind)
-            queued = [g.position for g in groups.by_id.values() if g.kind == kind and g.phase == QUEUED]
-            require((first.position if first else None) == min(queued, default=None), f"the {kind} queue does not begin with its first")
-        assigned = {name for record in state.steps.values() if not record.is_committed for name in record.groups}
-        require(assigned == {g.id for g in groups.by_id.values() if g.phase == ASSIGNED}, "assigned groups and steps disagree")
+    def _check_bounds(self, state: State) -> None:
         rules = state.rules
         bound = rules.capacity + 2 * max(self.world.batch_sizes) * (rules.num_steps or 100)
-        require(state.num_held <= bound, f"{state.num_held} groups are held, bound {bound}")
-
-    def _check_deadlines(self, state: State) -> None:
-        """A timer for each thing that waits, and for nothing else."""
-        timers = set(state.timers._deadline)
-        needed: set[Any] = {("unconfirmed lease", lease) for held in state.groups.by_worker.values() for lease in held.unconfirmed}
-        needed |= {("leases of", name) for name, held in state.groups.by_worker.items() if len(held.groups) > len(held.unconfirmed)}
-        needed |= {("recalled lease", lease) for lease, group in state.groups.by_lease.items() if group.lease.is_recalled}
-        overdue_s = self.world.broker.broker_clock.now - min((state.timers.deadline(key) for key in needed), default=float("inf"))
+        require(state.num_in_flight <= bound, f"{state.num_in_flight} groups are in flight, bound {bound}")
+        kinds = ("unconfirmed lease", "leases of", "recalled lease")
+        first = min((state.timers.deadline(key) for key in set(state.timers.keys()) if key[0] in kinds), default=float("inf"))
+        overdue_s = self.world.broker.broker_clock.now - first
         require(overdue_s <= LONGEST_TURN_S + MAX_UNREAD_S, f"a lease outlives its deadline by {overdue_s:.1f} s")
-        needed |= {(table.name, key) for table in _parked(state) for key in table}
-        needed |= {("client", name) for name in state.clients}
-        timers -= {("unserved evaluation", key) for key, one in state.evaluations.items() if not one.is_done}
-        leak = {key for key in timers - needed if key[1] is not None and (key[0] != "leases of" or key[1] not in state.groups.by_worker)}
-        require(not leak and needed <= timers, f"timers that leak {leak} or lack {needed - timers}")
         waiting = sum(len(table) for table in _parked(state))
-        require(waiting <= state.rules.max_parked + len(state.waiting_batches), f"{waiting} requests are parked")
+        require(waiting <= rules.max_parked + len(state.waiting_batches), f"{waiting} requests are parked")
 
 
 _tables: list[str] = []

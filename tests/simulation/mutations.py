@@ -20,7 +20,7 @@ from slimebus.bus.messages import BatchReply
 Patch = tuple[Any, str, Any]
 
 _apply_transition, _delete, _changed, _sender_of = transitions.apply_transition, State.delete, State.changed, clients.sender_of
-_park, _restore_meta, _settled = WaitingRequests.park, Machine._restore_meta, Machine._settled
+_park, _restore_meta, _drain_effects = WaitingRequests.park, Machine._restore_meta, Machine._drain_effects
 _reply_with_batch = batches._reply
 _recall = staleness.recall
 _commit = broker_process.BrokerProcess._commit
@@ -112,7 +112,7 @@ def _stay_finished(machine: Machine, meta: Any) -> None:
 
 def _deal_first(machine: Machine) -> Any:
     leases.deal(machine.state)
-    return _settled(machine)
+    return _drain_effects(machine)
 
 
 def _answer_otherwise(state: State, step: int) -> BatchReply:
@@ -122,7 +122,7 @@ def _answer_otherwise(state: State, step: int) -> BatchReply:
 
 
 MUTATIONS: dict[str, Patch] = {
-    "groups are leased before the batch of the turn is chosen": (Machine, "_settled", _deal_first),
+    "groups are leased before the batch of the turn is chosen": (Machine, "_drain_effects", _deal_first),
     "the batch of a step is another one when it is asked for again": (batches, "_reply", _answer_otherwise),
     "a repeated request waits anew": (WaitingRequests, "park", _wait_anew),
     "names may be of any length": (clients, "check_name", lambda what, name: None),

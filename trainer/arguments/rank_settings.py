@@ -1,4 +1,4 @@
-"""The settings that all ranks of a trainer must share: each tells its own, and a difference is refused, whatever started them.
+"""The settings that all ranks of a trainer must share: each tells its own, and a difference is refused, for any launcher.
 
 What a run was last trained with is in RUN_DIR/trainer-settings.json: a resumed trainer logs what has changed since.
 """

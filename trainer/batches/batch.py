@@ -118,7 +118,7 @@ class Batch:
 
     @property
     def has_signal(self) -> np.ndarray:
-        """Which groups have a trained token whose advantage is not 0, [G] bool."""
+        """Which groups have a trained token with an advantage other than 0, [G] bool."""
         return np.bincount(self.group_of, weights=self.sample_sums(self["advantages"] != 0)) > 0
 
     def to_tokens(self, values: np.ndarray) -> np.ndarray:

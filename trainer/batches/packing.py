@@ -44,7 +44,7 @@ class RankLayout:
     device: torch.device | None = None
     """Where the rows go."""
     attention_tokens: float = math.inf
-    """The length of a sequence whose attention costs as much as all else that is computed of it."""
+    """The length of a sequence with attention that costs as much as all else that is computed of it."""
 
     @property
     def sequence_multiple(self) -> int:

@@ -16,7 +16,7 @@ from trainer.objective.row import Row
 class Vcpo(Correction):
     """min(w, vcpo_clip) with w = p_new / p_rollout of the whole sample (product), and lr * sqrt(min(1, ESS / (B vcpo_base_ess))).
 
-    ESS = (sum w)^2 / sum w^2 over the B samples of the optimizer step on all ranks whose group has a signal, w not truncated. No ratio, no
+    ESS = (sum w)^2 / sum w^2 over the B samples of the optimizer step on all ranks, of groups with a signal, w not truncated. No ratio, no
     clip. w varies more the longer the samples are: on long ones ESS / B is near 1 / B for any drift. The paper's baseline (OPOB),
     which weighs rewards by w^2 |grad log p|^2 of each sample, is not here: it takes a backward pass and a norm over all ranks for each.
     """

@@ -66,7 +66,7 @@ class HfExport:
         self.parameters = [one for one in parameters if owner_of.get(self.hf.rule(one.name).names[0]) == one.owner]
 
     def _dealt(self, held: Sequence[tuple[str, Any]], replica: int, num_replicas: int) -> list[Parameter]:
-        """Of the parameters of which all `num_replicas` groups hold a copy, those that this rank's group exports, each with its owner."""
+        """Of the parameters that all `num_replicas` groups hold a copy of, those that this rank's group exports, each with its owner."""
         if not held:
             return []
         group = tensor_group(held[0][0])

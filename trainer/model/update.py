@@ -47,7 +47,7 @@ def rank_layout(model: Model) -> RankLayout:
 
 
 def attention_tokens(config: Any) -> float:
-    """The length of a sequence whose attention costs as much as the matrices of a layer: of queries, keys, values, output, FFN."""
+    """The length of a sequence with attention that costs as much as the matrices of a layer: of queries, keys, values, output, FFN."""
     width, groups = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
     is_moe = config.num_moe_experts is not None
     ffn = config.moe_ffn_hidden_size * config.moe_router_topk if is_moe else config.ffn_hidden_size

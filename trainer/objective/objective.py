@@ -215,21 +215,16 @@ class Objective:
         return metrics
 
 
-class ReadColumns(Mapping[str, Column]):
+class ReadColumns(dict[str, Column]):
     """Columns of a batch that remember which of them were read."""
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
-        self.columns, self.names = columns, set[str]()
+        super().__init__(columns)
+        self.names = set[str]()
 
     def __getitem__(self, name: str) -> Column:
         self.names.add(name)
-        return self.columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.columns)
-
-    def __len__(self) -> int:
-        return len(self.columns)
+        return super().__getitem__(name)
 
 
 def one_value_per_token(values: torch.Tensor, row: Row, plugin: Plugin) -> torch.Tensor:

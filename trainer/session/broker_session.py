@@ -15,7 +15,7 @@ from slimebus.config import Resolved
 from slimebus.config.saved import without_secrets
 from slimebus.telemetry.metrics import MetricsWriter, usage
 from trainer.checkpoint.folder import Progress
-from trainer.session.step_batch import StepBatch
+from trainer.session.step_batch import IdleSteps, StepBatch
 
 if TYPE_CHECKING:
     from trainer.publish.publication import Publication
@@ -103,6 +103,7 @@ class BrokerSession:
         self.lost: SlimebusError | None = None
         self._finished = threading.Event()
         self._metrics: dict[str, float] = {}
+        self._idle = IdleSteps()
         welcome = connect.join(self.client, "trainer", self.config.broker.connect_timeout_s, take_over=take_over)
         connect.report_starting(self.client, welcome, "loads its model", self._on_lost)
         self._beat_every_s = welcome.heartbeat_s
@@ -149,11 +150,18 @@ class BrokerSession:
         self.batch_client.commit(step, checkpoint=checkpoint, unused=batch.without_gradient(), metrics=values)
         self.writer.write(step, {name: round(value, 6) for name, value in values.items()})
         self._metrics = values
+        if warning := self._idle.warning(batch):
+            log.warning("step %d: %s", step, warning)
         log.info(
             "step %d: reward %.3f, loss %.4f, lag %.1f (max %.0f), %.0f tokens (%.0f trained) in %.2f s after waiting %.2f s",
             *(step, values["reward"], values.get("loss", 0.0), values["lag_mean"], values["lag_max"]),
             *(values["num_tokens"], values["tokens_trained"], values["train_s"], values["wait_s"]),
         )
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step of this process is committed."""
+        return bool(self._metrics)
 
     def confirm(self) -> None:
         """Return when the broker says that this is still the run's trainer. Raises Fenced when another has taken its place."""

@@ -17,6 +17,7 @@ from trainer.checkpoint.folder import Progress
 
 ZERO_VARIANCE = "zero_variance"
 NUM_QUANTILES = 21
+WARN_IDLE = 5
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -100,6 +101,22 @@ class StepBatch(msgspec.Struct):
             "num_tokens": float(sum(len(sample.tokens) for sample in self.samples)),
             "rejected_groups": float(self.num_rejected),
         }
+
+
+class IdleSteps:
+    """Steps in a row in which no group had a gradient: nothing was trained."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def warning(self, batch: StepBatch) -> str:
+        """Of a step that is trained: what to log at the fifth one in a row, and whenever they are twice as many; else nothing."""
+        self.num = 0 if any(group.has_gradient for group in batch.groups) else self.num + 1
+        if self.num % WARN_IDLE or (self.num // WARN_IDLE).bit_count() != 1:
+            return ""
+        rewards = {sample.reward for sample in batch.samples}
+        what = f"all rewards are {rewards.pop()}" if len(rewards) == 1 else "the samples of each group have equal rewards"
+        return f"nothing was trained in the last {self.num} steps: {what}; `slimebus try` shows what the reward sees"
 
 
 class EndOfBatches(Exception):

@@ -81,7 +81,7 @@ SHIM_PATH = Path(__file__).parent / "cpu_shim"
 # Measured on a 2-core machine: ready in 24 s idle, 85 s under load.
 READY_TIMEOUT_S = 600.0
 
-# What the trainer publishes. SGLang's own choice, for a config that says float32, is float16, whose range is smaller.
+# What the trainer publishes. SGLang's own choice, for a config that says float32, is float16, with a smaller range.
 DTYPE_ARGUMENTS = ("--dtype", "bfloat16")
 
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}

@@ -54,7 +54,7 @@ class WeightCalls:
         await self._post("/update_weights_from_distributed", forms | how)
 
     async def join_group(self, group: str, address: str, port: int, num_ranks: int) -> None:
-        """Have the engine's ranks join a group of num_ranks processes, of which rank 0 is the one at address:port."""
+        """Have the engine's ranks join a group of num_ranks processes, with rank 0 at address:port."""
         body = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": num_ranks}
         await self._post("/init_weights_update_group", body | {"group_name": group, "backend": "gloo"})
 
@@ -139,7 +139,7 @@ class BroadcastGroup:
         self._group.broadcast([torch.from_numpy(np.concatenate([tensor.read() for tensor in tensors]))], options).wait()
 
     async def _both(self, ours: "asyncio.Future[Any]", theirs: "asyncio.Future[None]", why: str) -> Any:
-        """What ours gives, once both are done. What the engine says of a failure is told rather than what torch says."""
+        """What ours gives, once both are done. Of a failure the engine's words are raised rather than torch's."""
         try:
             await asyncio.wait({ours, theirs}, return_when=asyncio.FIRST_EXCEPTION)
             if theirs.done():
@@ -154,7 +154,7 @@ class BroadcastGroup:
             ours.add_done_callback(lambda done: done.cancelled() or done.exception())  # its thread ends at its own deadline
 
     async def close(self) -> None:
-        """Leave; the engine is told to leave too, if it can be reached."""
+        """Leave; the engine is asked to leave too, if it can be reached."""
         if self._group is not None:
             self._group = None
             with contextlib.suppress(SlimebusError, TimeoutError):

@@ -37,7 +37,7 @@ class Pending:
         self.future: Future[Reply] = Future()
 
     def resolve(self, result: Reply | SlimebusError) -> None:
-        """Give whoever waits the answer, or the error."""
+        """Give the waiting caller the answer, or the error."""
         if not self.future.set_running_or_notify_cancel():
             return
         if isinstance(result, SlimebusError):

@@ -31,12 +31,12 @@ class Unsent:
     def total_bytes(self) -> int:
         """Bytes that are held now."""
         for peer in list(self._by_peer):
-            self._let_go(peer)
+            self._forget_sent(peer)
         return self._total
 
     def is_tracked(self, peer: bytes) -> bool:
         """True while a reply to this peer that is tracked is not sent."""
-        self._let_go(peer)
+        self._forget_sent(peer)
         return peer in self._by_peer
 
     def to_track(self, peer: bytes, size: int, *, at_once: bool) -> int:
@@ -63,14 +63,14 @@ class Unsent:
 
     def reclaim(self, peer: bytes) -> None:
         """The reply of the last `frame` was not handed over after all."""
-        held = self._by_peer[peer]
-        self._total -= held.pop()[1]
-        if not held:
+        replies = self._by_peer[peer]
+        self._total -= replies.pop()[1]
+        if not replies:
             del self._by_peer[peer]
 
-    def _let_go(self, peer: bytes) -> None:
-        held = self._by_peer.get(peer)
-        while held and held[0][0].done:
-            self._total -= held.popleft()[1]
-        if held is not None and not held:
+    def _forget_sent(self, peer: bytes) -> None:
+        replies = self._by_peer.get(peer)
+        while replies and replies[0][0].done:
+            self._total -= replies.popleft()[1]
+        if replies is not None and not replies:
             del self._by_peer[peer]

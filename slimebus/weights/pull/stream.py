@@ -96,7 +96,7 @@ class Stream:
 
     @property
     def missing_text(self) -> str:
-        """For people: what has not come, and from whom."""
+        """For people: what has not come, and from which source."""
         total, missing = sum(download.size for download in self.downloads), sum(download.missing_bytes for download in self.downloads)
         problem = f": {self.connection.dealer.refusal}" if self.connection.dealer.refusal else ""
         return f"{self.connection.endpoint} had not sent {missing} of {total} bytes, and nothing for {self.quiet_s:.1f} s{problem}"

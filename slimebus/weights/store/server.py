@@ -67,7 +67,7 @@ class RelayPayloads:
             self._expected.discard((name, base))
 
     def end(self) -> None:
-        """Nothing more will come of this round: who waits for something else is told that it is gone."""
+        """Nothing more will come of this round: a request for anything else is answered as gone."""
         with self._lock:
             self._expected.clear()
 
@@ -110,7 +110,7 @@ class Fanout:
     def source(self, version: tuple[str, int], base: int, address: str, avoid: Collection[str] = ()) -> str:
         """Where the worker that serves at `address` shall pull `version` (lineage, number) from; empty: from the publisher.
 
-        The same question gets the same answer for as long as the version is in use. avoid: sources that failed; whoever stands above
+        The same question gets the same answer for as long as the version is in use. avoid: sources that failed; a source above
         them is named instead. A worker that serves nobody (empty address) pulls from the last one that has a place for it.
         """
         tree = self._trees.setdefault((*version, base), {})

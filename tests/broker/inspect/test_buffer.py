@@ -135,7 +135,7 @@ def test_exported_arrays_are_read_by_the_safetensors_package(run_dir: Path, tmp_
 
 def test_an_export_of_what_was_trained_says_what_is_freed_and_what_to_use_instead(run_dir: Path, tmp_path: Path) -> None:
     store = LmdbStore(run_dir / "broker", is_synced=False)
-    store.commit([Write("meta", "meta", msgspec.msgpack.encode(Meta(run="r", next_step=7, floor=7)))])
+    store.commit([Write("meta", "meta", msgspec.msgpack.encode(Meta(run="r", next_step=7, oldest_kept_step=7)))])
     store.close()
     words = ["buffer", "export", "--run-dir", str(run_dir), "--state", "committed", "--out"]
     said = CliRunner().invoke(root, [*words, str(tmp_path / "x")]).stderr

@@ -66,7 +66,7 @@ def test_a_change_of_settings_keeps_the_charts(history: History) -> None:
 def test_a_row_that_is_none_of_ours_is_left_out_with_a_warning(history: History, row: Any, caplog: pytest.LogCaptureFixture) -> None:
     write(history, row, step(1))
     assert read(history)["step"][-1] == 1.0
-    assert history.shown()["reward"][-1] == 1.0
+    assert history.charts()["reward"][-1] == 1.0
     assert "that is none of ours" in caplog.text
 
 
@@ -85,7 +85,7 @@ def test_no_value_of_a_row_ends_the_page(history: History, value: Any) -> None:
     history.add_pulls([{"name": "far", "version": 9, "metrics": {"sync_s": value}}])
     assert read(history)["step"][-1] == 9.0
     assert {len(column) for column in history.columns.values()} == {len(history.columns["step"])}
-    encode(history.shown() | history.remarks(STATUS))
+    encode(history.charts() | history.remarks(STATUS))
 
 
 def test_warnings_that_cannot_be_read_are_left_out(history: History) -> None:

@@ -243,7 +243,7 @@ def test_a_state_that_cannot_be_saved_after_feedback_leaves_the_last_good_one(ca
 
 
 def test_a_slow_source_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.source.plugins.SLOW_S", -1.0)
+    monkeypatch.setattr("broker.source.hook.SLOW_S", -1.0)
     caplog.set_level(logging.WARNING)
     HookSource("h", Counting()).take(0)
     assert "source hook h: take took 0.00 s; the broker answers nobody meanwhile" in caplog.text

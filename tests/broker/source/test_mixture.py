@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.source.mixture import Mixture
+from broker.source.prompt_order import Mixture
 from slimebus.bus.errors import DataError
 
 

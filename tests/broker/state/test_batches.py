@@ -96,14 +96,14 @@ def test_a_commit_tells_how_its_groups_came_to_be_trained_and_forgets_it(desk: A
     desk.now += 4
     assert desk.ask("t", m.Commit(step=0, metrics={"train_s": 2.5, "publish_s": 0.5, "save_s": 0.25, "approx_kl": math.inf})) == m.Ok()
     assert desk.rows[-1]["metrics"] == desk.status["steps"][-1]["metrics"] == {"train_s": 2.5, "publish_s": 0.5, "save_s": 0.25}
-    (lives,) = desk.lives
+    (lives,) = desk.step_histories
     assert (lives.step, lives.now, lives.train_s, lives.after_s) == (0, 110.0, 2.5, 0.75)
     assert lives.groups[second.group] == (
         second.num_samples,
         [("queued", 100.0), ("leased", 100.0), ("ready", 103.0), ("assigned", 106.0), ("committed", 110.0)],
     )
     assert [phase for phase, _ in lives.groups[first.group][1]] == ["queued", "leased", "queued", "leased", *PHASES[2:]]
-    assert not desk.state.lives
+    assert not desk.state.phase_history
 
 
 def test_of_a_group_that_ended_nothing_is_kept_in_mind(new_desk: Any) -> None:
@@ -112,7 +112,7 @@ def test_of_a_group_that_ended_nothing_is_kept_in_mind(new_desk: Any) -> None:
     dead, dropped = desk.lease(2)
     desk.ask("w", m.GiveBack(group=dead.group, lease=dead.lease, outcome="fail", reason="r"))
     desk.ask("w", m.GiveBack(group=dropped.group, lease=dropped.lease, outcome="drop", reason="r"))
-    assert not desk.state.lives
+    assert not desk.state.phase_history
 
 
 def test_commits_out_of_order_are_refused(desk: Any) -> None:

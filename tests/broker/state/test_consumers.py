@@ -61,12 +61,12 @@ def test_a_consumer_reads_every_group_once_it_is_acknowledged_and_takes_none_fro
 def test_a_read_looks_at_no_more_groups_than_it_is_answered_with(critic: Any) -> None:
     made = critic.fill(4)
     seen: list[str] = []
-    rest = critic.state.groups.arrived_after
+    rest = critic.state.groups.readable_after
 
-    def arrived_after(position: int) -> Iterator[Any]:
+    def readable_after(position: int) -> Iterator[Any]:
         return (seen.append(group.id) or group for group in rest(position))  # type: ignore[func-returns-value]
 
-    critic.state.groups.arrived_after = arrived_after
+    critic.state.groups.readable_after = readable_after
     assert names(read(critic, count=1)) == made[:1] == seen
     assert isinstance(rest(0), Iterator), "nothing makes a list of what lies behind"
     assert critic.status["consumers"][0]["behind"] == 4

@@ -65,7 +65,7 @@ class Crowd:
         live = set(state.groups.by_id)
         assert len(live) + state.meta.ended.get("dropped", 0) + state.meta.ended.get("dead", 0) == state.meta.cursor
         leases = {g.lease.id for g in state.groups.by_id.values() if g.phase == "leased"}
-        assert leases == set(state.groups.by_lease) == set(state.lease_since)
+        assert leases == set(state.groups.by_lease) == set(state.leases.held_since)
         assert len(self.trained) == len(set(self.trained))
 
 

@@ -194,7 +194,7 @@ def test_a_repeated_put_of_a_group_that_is_leased_again_is_a_duplicate(new_desk:
     assert desk.put(slow).result == "accepted"
     again = desk.lease(1, serving=2)[0]
     assert again.group == slow.group
-    desk.state.recent_leases.clear()  # as after a restart
+    desk.state.leases.results.clear()  # as after a restart
     assert desk.put(slow).result == "duplicate"
     assert desk.put(again, version=2).result == "accepted"
 

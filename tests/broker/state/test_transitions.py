@@ -1,10 +1,12 @@
 """The table of what becomes of a group, row by row."""
 
+import operator
 from typing import Any, get_args
 
 import pytest
 
 from broker.state import transitions
+from broker.state.broker_state import BrokenState
 from broker.state.groups import Phase
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError
@@ -14,10 +16,36 @@ def test_a_cause_that_a_phase_does_not_know_is_an_error_with_a_code(desk: Any) -
     desk.fill(1)
     group = desk.state.groups.by_id["0/0"]
     for cause in {cause for _, cause in transitions.TRANSITIONS} - {cause for phase, cause in transitions.TRANSITIONS if phase == "ready"}:
-        with pytest.raises(SlimebusError, match=f"group 0/0: ready knows no '{cause}'") as refused:
+        with pytest.raises(
+            SlimebusError, match=f"group 0/0: ready knows no '{cause}'; this process saw queued at .*, leased at .*, ready at"
+        ) as refused:
             transitions.apply_transition(desk.state, group, cause)
         assert refused.value.code == "illegal_transition"
     assert group.phase == "ready"
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        ("groups.counts", "counted"),
+        ("groups.by_lease", "leases by number"),
+        ("groups.by_worker", "leases by worker"),
+        ("groups.by_read_position", "consumers find"),
+        ("groups.ready", "ready groups"),
+        ("leases.held_since", "times without a lease"),
+        ("steps", "assigned groups and steps"),
+        ("clients", "who are no clients"),
+        ("timers._deadline", "timers are lacking"),
+    ],
+)
+def test_tables_that_disagree_are_found(desk: Any, table: str, problem: str) -> None:
+    desk.fill(3)
+    assert desk.batch(0)
+    assert desk.lease()
+    desk.state.validate()
+    operator.attrgetter(table)(desk.state).clear()
+    with pytest.raises(BrokenState, match=problem):
+        desk.state.validate()
 
 
 def test_nothing_comes_after_the_end_and_samples_are_kept_only_where_there_are_some() -> None:

@@ -35,14 +35,14 @@ def test_table_gives_each_figure_once() -> None:
         "0.430 (0.388–0.473) → 0.953 (0.931–0.968) on 512 problems",
         "80 s of RL, 214 s in all",
         "mean 1.97, largest 2, bound 2 versions",
-        "512 zero_variance, 3 too_stale",
+        "512 groups with equal rewards, 3 too stale",
         "13.1% of the model",
     ):
         assert text.count(part) == 1
 
 
 def test_no_drops_are_said() -> None:
-    assert rows({**result(), "dropped": {}})["groups dropped"] == "none"
+    assert rows({**result(), "dropped": {}})["trained nothing"] == "none"
 
 
 def test_what_was_not_measured_has_no_row() -> None:

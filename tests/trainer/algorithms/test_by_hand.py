@@ -56,16 +56,6 @@ def test_an_answer_is_as_long_as_what_the_policy_wrote_of_it_in_all_samples_of_i
     assert objective("dapo", **flags).algorithm.rewards(batch) == pytest.approx([0, 0, 0, 1])  # type: ignore[attr-defined]
 
 
-def test_gspo_has_the_ratio_of_the_sequence_at_each_token() -> None:
-    wide = {"algorithm.settings.eps_clip": 0.5, "algorithm.settings.eps_clip_high": 0.5}
-    row = row_of(batch_of([2, 1]), [0.2, 0.0, -0.1])
-    loss = objective("gspo", **wide).loss(row).loss
-    loss.sum().backward()
-    first, second = math.exp(0.1), math.exp(-0.1)
-    assert in_order(row, loss.detach()) == pytest.approx([-first, -first, -second])
-    assert gradient(row) == pytest.approx([-first, -first, -second])
-
-
 def test_gspo_clips_all_tokens_of_a_sequence_that_strays_a_thousandth() -> None:
     paper = {"algorithm.settings.eps_clip": 3e-4, "algorithm.settings.eps_clip_high": 4e-4}
     row = row_of(batch_of([2, 2]), [0.001, 0.001, 0.0003, 0.0003])
@@ -82,21 +72,6 @@ def test_gspo_trains_samples_whose_engine_is_off_by_half_a_thousandth_of_a_nat(a
     outcome.loss.sum().backward()
     assert not outcome.measures["pg_clipfrac"].any()
     assert gradient(row) == pytest.approx([-advantage] * 100, rel=1e-3)
-
-
-def test_cispo_caps_the_weight_and_keeps_every_gradient() -> None:
-    row = row_of(batch_of([3], advantages=[1.0, 1.0, -2.0]), [math.log(10), math.log(0.1), math.log(3)])
-    outcome = objective("cispo").loss(row)
-    outcome.loss.sum().backward()
-    assert gradient(row) == pytest.approx([-5.0, -0.1, 6.0])
-    assert in_order(row, outcome.measures["pg_clipfrac"]) == [1, 0, 0]
-
-
-def test_topr_tapers_bad_sequences_alone() -> None:
-    batch = batch_of([2, 2, 2], advantages=[1, 1, -1, -1, -1, -1])
-    row = row_of(batch, [1.0, 1.0, -1.0, -1.0, 1.0, 0.5])
-    objective("topr").loss(row).loss.sum().backward()
-    assert gradient(row) == pytest.approx([-1, -1, math.exp(-2), math.exp(-2), 1, 1])
 
 
 def test_the_teachers_verdict_is_minus_the_reverse_kl() -> None:

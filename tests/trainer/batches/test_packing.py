@@ -5,15 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from slimebus.bus.samples import Sample
-from slimebus.config import RunConfig
 from trainer.batches.batch import Group
 from trainer.batches.flatten import flatten
 from trainer.batches.packed_layout import PackedLayout
 from trainer.batches.packing import RankLayout, pack, plan_rows
-from trainer.objective.build_objective import build_objective
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
@@ -102,13 +99,6 @@ def test_a_rank_with_nothing_to_do_gets_a_masked_row():
     rows, other = (pack(batch_of([5]), [0], 50, RankLayout(dp_size=2, dp_rank=rank)) for rank in (0, 1))
     assert len(rows) == len(other) == 1
     assert sorted([float(rows[0].loss_mask.sum()), float(other[0].loss_mask.sum())]) == [0.0, 4.0]
-
-
-def test_a_trajectory_of_several_samples_weighs_as_much_as_one_of_a_single_sample():
-    turns = [replace(sample_of(3), reward=reward, trajectory=trajectory) for reward, trajectory in ((1.0, 0), (1.0, 0), (1.0, 0), (0.0, 1))]
-    batch = flatten([Group("g", turns)])
-    advantages = build_objective(RunConfig()).advantages(batch)["advantages"].values
-    assert advantages[batch.ends - 1] == pytest.approx([*[0.5 / 0.5001] * 3, -0.5 / 0.5001])
 
 
 def test_a_row_for_context_parallelism_is_as_large_as_its_tokens():

@@ -7,10 +7,8 @@ import pytest
 import torch
 from loss_rows import batch_of, in_order, row_of
 
-from trainer.batches.batch import Batch, Column
-from trainer.batches.packing import RankLayout, pack
+from trainer.batches.batch import Batch
 from trainer.objective.aggregation import AGGREGATIONS, masked_sum, token_weights
-from trainer.objective.row import DeviceColumns, Row
 
 LOSS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
 """Of six tokens: samples of one and two, which are one trajectory; one of one in the same group; one of two in another."""
@@ -64,32 +62,3 @@ def test_what_is_masked_is_in_no_sum_and_spoils_no_gradient_even_when_infinite()
     assert ratio[0, 0].item() == pytest.approx(2 * math.exp(-0.5))
     masked_sum(ratio, row.loss_mask).backward()
     assert row.leaf.grad.tolist() == pytest.approx([2 * math.exp(-0.5), 0, 0])  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_losses_of_sequences_do_not_depend_on_rows_or_ranks(aggregation: str) -> None:
-    draw = np.random.default_rng(0)
-    lengths = draw.integers(1, 9, 12)
-    new = -draw.random(int(lengths.sum())).astype(np.float32)
-    batch = batch_of(lengths, groups=np.arange(12) // 4, trajectory=[0, 0, 1, 2] * 3, advantages=draw.standard_normal(len(new)))
-    batch = batch.with_columns({"weight": token_weights(batch, aggregation, 16), "new": Column(spread(batch, new))})
-
-    def loss(max_tokens: int, dp_size: int) -> float:
-        total = 0.0
-        for dp_rank in range(dp_size):
-            for micro in pack(batch, range(12), max_tokens, RankLayout(dp_size=dp_size, dp_rank=dp_rank)):
-                columns = DeviceColumns(batch, None)
-                row = Row(micro, columns, columns.at("new", micro.source, micro.sample), torch.zeros_like(micro.loss_mask))
-                values = row.sequence_mean(row.new_logprobs).exp() * row.advantages + row.sequence_sum(row.advantages)
-                total += masked_sum(values * row["weight"], row.loss_mask).item()
-        return total
-
-    want = loss(10_000, 1)
-    for max_tokens, dp_size in ((1, 1), (9, 1), (20, 2), (7, 3)):
-        assert loss(max_tokens, dp_size) == pytest.approx(want, rel=1e-5, abs=1e-7)
-
-
-def spread(batch: Batch, trained: np.ndarray) -> np.ndarray:
-    values = np.zeros(batch.num_tokens, np.float32)
-    values[batch["loss_mask"] > 0] = trained
-    return values

@@ -69,12 +69,6 @@ def test_one_bound_of_the_clip_sets_both_unless_the_upper_is_given(name, setting
     assert clip[:2] == pytest.approx((low, high))
 
 
-def test_a_clipped_token_has_no_gradient_and_another_has_its_ratio():
-    row = row_of(batch_of([2]), [math.log(1.5), math.log(1.1)])
-    objective().loss(row).loss.sum().backward()
-    assert gradient(row) == pytest.approx([0.0, -1.1])
-
-
 def test_tis_as_the_only_correction_weighs_the_gradient_of_log_p():
     chosen = objective(corrections=["tis"])
     batch = batch_of([2], advantages=2.0)

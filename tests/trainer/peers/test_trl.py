@@ -29,7 +29,11 @@ LOSSES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dapo": ("dapo", {}, {"loss_type": "dapo", "high": 0.28}),
     "dr_grpo": ("dr_grpo", {}, {"loss_type": "dr_grpo"}),
     "dual clip": ("grpo", {"settings": {**CLIP, "eps_clip_c": 1.5}}, {"loss_type": "bnpo", "delta": 1.5}),
-    "gspo": ("gspo", {}, {"loss_type": "grpo", "level": "sequence", "low": 3e-4, "high": 4e-4}),
+    "gspo": (
+        "gspo",
+        {"settings": {"eps_clip": 3e-4, "eps_clip_high": 4e-4}},
+        {"loss_type": "grpo", "level": "sequence", "low": 3e-4, "high": 4e-4},
+    ),
     "gspo wide": (
         "gspo",
         {"settings": {"eps_clip": 0.2, "eps_clip_high": 0.3}},

@@ -11,7 +11,7 @@ from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
 from trainer.batches.batch import Group
 from trainer.model.policy import Policy
-from trainer.session.step_batch import StepBatch, StepPlan
+from trainer.session.step_batch import IdleSteps, StepBatch, StepPlan
 
 
 def sample(reward: float, length: int = 6, version: int = 3) -> Sample:
@@ -60,3 +60,16 @@ def test_the_loss_is_the_mean_over_trained_tokens_whatever_the_number_of_groups(
 ) -> None:
     once, twice = batch([4]).groups, [*batch([4]).groups, *batch([4]).groups]
     assert build_policy(tied_model).train(once)["grad_norm"] == pytest.approx(build_policy(tied_model).train(twice)["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("reward", "what"), [(0.0, "all rewards are 0.0"), (None, "the samples of each group have equal rewards")])
+def test_steps_that_train_nothing_are_warned_of_at_the_fifth_in_a_row_and_ever_more_seldom(reward: float | None, what: str) -> None:
+    flat, learning, idle = batch([2, 2]), batch([2, 2]), IdleSteps()
+    for group in flat.groups:
+        group.has_gradient = False
+        for one in group.samples:
+            one.reward = one.reward if reward is None else reward
+    assert not any(idle.warning(one) for one in [flat, flat, flat, flat, learning, flat, flat, flat, flat])
+    said = {i: text for i in range(5, 41) if (text := idle.warning(flat))}
+    assert list(said) == [5, 10, 20, 40]
+    assert f"nothing was trained in the last 20 steps: {what}" in said[20]

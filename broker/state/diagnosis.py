@@ -9,19 +9,72 @@ from broker.state import admission, choice, consumers, ending, evaluation, promp
 from broker.state.broker_state import State
 from broker.state.clients import blocked, is_present, is_silent, is_starting, still_here
 from broker.state.groups import EVAL, Group
-from broker.state.records import Client, Evaluation
+from broker.state.records import Cause, Client, Evaluation
 from broker.state.waiting import Kind
 from slimebus.bus.messages import NO_VERSION
 
 MAX_NAMES = 4
 
 
-class Cause(msgspec.Struct, frozen=True):
-    """Which role the run waits for, which processes of it, and a sentence."""
+def cause(state: State) -> Cause:
+    """Who the run waits for now, in one sentence."""
+    meta = state.meta
+    trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
+    if state.store_problem:
+        return Cause("broker", ["store"], f"step {meta.next_step} waits for the broker's store: {state.store_problem}")
+    if state.is_finishing:
+        return _with_oldest_lease(state, end_cause(state))
+    if trainer is None:
+        return Cause("trainer", [state.pace.trainer] if state.pace.trainer else [], _no_trainer(state))
+    if trainer.is_gone or is_silent(state, trainer):
+        text = f"{trainer.title} has been silent for {state.now - trainer.heard_at:.0f} s; it {_doing(state)}"
+    elif not meta.lineage:
+        text = f"{trainer.title} joined and has not said which step it trains next; {_workers(state)} for it"
+    elif meta.version == NO_VERSION:
+        text = f"{_workers(state)} for version {meta.base_version} that {trainer.title} has not published"
+    elif meta.next_step in state.steps or meta.next_step not in state.waiting_batches:
+        text = f"{trainer.title} {_doing(state)}"
+    else:
+        return _with_oldest_lease(state, batch_cause(state, meta.next_step))
+    return Cause("trainer", [trainer.name], text)
 
-    role: str
-    who: list[str]
-    reason: str
+
+def _no_trainer(state: State) -> str:
+    pace = state.pace
+    if not pace.trainer:
+        return f"no trainer has joined; {_workers(state)} for one"
+    ago = f" {state.now - pace.trainer_left_at:.0f} s ago" if pace.trainer_left_at is not None else ""
+    return f"no trainer takes part: {pace.trainer} left{ago}; step {state.meta.next_step} is next and {_workers(state)} for it"
+
+
+def _workers(state: State) -> str:
+    count = sum(1 for c in state.clients.values() if c.role == "rollout" and is_present(c))
+    return "1 worker waits" if count == 1 else f"{count or 'no'} workers wait"
+
+
+def _doing(state: State) -> str:
+    """What the trainer does with the next step to commit, as far as the broker saw it."""
+    pace, step = state.pace, state.meta.next_step
+    if step not in state.steps:
+        return f"has not asked for batch {step}: {choice.so_far(state, len(state.groups.ready))} ready"
+    if step not in state.fetched_steps:
+        return f"was given batch {step} {state.now - pace.assigned_at:.0f} s ago and has not fetched it"
+    begun = max(state.fetched_steps[step], pace.last_progress_at if pace.has_stepped else 0.0)
+    text = f"fetched batch {step} and has been training for {state.now - begun:.0f} s"
+    if state.meta.version == state.version_of(step + 1) > state.version_of(step):
+        return f"{text}; version {state.meta.version} is published, the step is not committed"
+    return text
+
+
+def _with_oldest_lease(state: State, cause: Cause) -> Cause:
+    """The same, and where workers are waited for how long the oldest lease has been held."""
+    if cause.role != "rollout" or not state.leases.held_since:
+        return cause
+    lease, since = min(state.leases.held_since.items(), key=lambda item: item[1])
+    return msgspec.structs.replace(cause, reason=f"{cause.reason}; lease {lease} has been held for {state.now - since:.0f} s")
+
+
+# --- a batch ---
 
 
 def reason_for(state: State, step: int) -> str:
@@ -101,20 +154,18 @@ def _no_leases(state: State) -> Cause:
     if (why_none := prompts.why_none(state)) and not state.groups.first_queued():
         return Cause("broker", ["source"], why_none)
     refusals = {c.name: admission.refusal_for(state, c, needs_weights=True) for c in present}
-    first, why = next(iter(refusals.items()))
-    if state.num_held >= admission.capacity(state):
-        return Cause("broker", ["buffer"], why)
-    if state.meta.filtered_in_a_row >= state.rules.max_filtered:
-        return Cause("broker", ["filter"], admission.all_filtered(state))
-    if state.meta.version != NO_VERSION and all(admission.unready_weights(state, c) for c in present):
+    name, first = next(iter(refusals.items()))
+    if first is not None and first.role == "broker":
+        return first
+    if all(refusal is not None and refusal.role == "rollout" for refusal in refusals.values()):
         names = [*refusals]
         return Cause("rollout", names[:MAX_NAMES], f"{_named(names)} still {_pull(names)} version {state.meta.version}")
     if scored := [group for group in state.groups.by_lease.values() if group.kind == EVAL]:
         names = sorted({group.lease.worker for group in scored})
         return Cause("rollout", names[:MAX_NAMES], f"none leased; workers sample {len(scored)} prompts of an evaluation")
-    if all(refusals.values()):
-        return Cause("trainer", [c.name for c in [trainer_of(state)] if c], f"{first} waits: {why}")
-    idle = [name for name, refusal in refusals.items() if not refusal]
+    if first is not None and all(refusals.values()):
+        return Cause("trainer", [c.name for c in [trainer_of(state)] if c], f"{name} waits: {first.reason}")
+    idle = [name for name, refusal in refusals.items() if refusal is None]
     return Cause("rollout", idle[:MAX_NAMES], f"none leased; {_named(idle)} could work and asks for nothing")
 
 

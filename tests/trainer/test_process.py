@@ -1,0 +1,34 @@
+"""What a trainer says that is interrupted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimebus.config import resolve
+from trainer import process
+from trainer.process import Debugging, run_trainer
+from trainer.session.broker_session import BrokerSession
+
+
+@pytest.mark.parametrize("metrics", [{}, {"reward": 0.5}])
+def test_an_interrupted_trainer_speaks_of_lost_steps_where_it_has_trained_any(
+    metrics: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Session(BrokerSession):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self._metrics = metrics
+
+        def close(self) -> None:
+            pass
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "BrokerSession", Session)
+    monkeypatch.setattr(process, "_train", interrupt)
+    monkeypatch.setattr(process.logs, "set_up", lambda *_, **__: None)
+    (tmp_path / "config.json").write_text("{}")
+    resolved = resolve(None, {"run_dir": str(tmp_path), "model.hf_checkpoint": str(tmp_path)}, {})
+    run_trainer(resolved, None, Debugging(), take_over=False, debug=False)
+    assert ("interrupted without saving; the run goes on from step 0" in caplog.text) is bool(metrics)
