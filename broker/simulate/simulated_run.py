@@ -162,7 +162,7 @@ class SimulatedRun:
         self._next_step()
 
     def _publish(self, version: int) -> None:
-        self._ask(TRAINER, m.Publish(lineage=LINEAGE, version=version, publishers=["x"], digest="d"))
+        self._ask(TRAINER, m.Publish(lineage=LINEAGE, version=version, publishers=["tcp://x:1"], digest="d"))
         self.timeline.later(self.workload.pull_s, lambda: self._pulled(version))
 
     def _next_step(self) -> None:

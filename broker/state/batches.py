@@ -119,13 +119,13 @@ def fetch(state: State, event: Event, ask: Fetch) -> None:
 
 
 def commit(state: State, event: Event, done: Commit) -> None:
-    """A step was trained. Repeats are acknowledged; samples of steps before `checkpoint` are freed."""
+    """A step was trained; samples of steps before `checkpoint` are freed. Repeats are acknowledged and do nothing."""
     meta = state.meta
     if done.step > meta.next_step or (done.step == meta.next_step and done.step not in state.steps):
         raise SlimebusError(f"commit of step {done.step}, but the next to commit is {meta.next_step} and needs its batch", code="step")
     if done.step == meta.next_step:
         _commit(state, state.steps[done.step], done)
-    free(state, min(done.checkpoint, meta.next_step))
+        free(state, min(done.checkpoint, meta.next_step))
     state.reply(event.to, Ok())
 
 

@@ -35,6 +35,8 @@ BEFORE_RUN_IS_KNOWN = WITHOUT_HELLO - {m.Goodbye}
 MAX_PREVIOUS = 16
 MAX_SUCCESSORS = 8
 """Processes of one name that have said hello and nothing else."""
+TRAINER_PLACES = 8
+"""For trainers alone, beside the names that may be joined: clients with a worker's key cannot keep them out."""
 SILENT_BEATS = 3
 RECONNECT_S = 2.0
 """Once the broker is started again, a living process is heard within this and a heartbeat: libzmq connects anew at least every second."""
@@ -125,7 +127,7 @@ def join(state: State, event: Event, ask: m.Hello) -> Client:
                 touch(state, client, event.to.peer)
             return client
     _check_place(state, event.sender, ask)
-    _make_room(state, known)
+    _make_room(state, known, ask.role)
     epoch, state.meta.next_epoch = state.meta.next_epoch, state.meta.next_epoch + 1
     client = Client(name=event.sender, role=ask.role, epoch=epoch, instance=ask.instance, key=event.key, settings=ask.settings)
     client.host, client.pid, client.heard_at = ask.host, ask.pid, state.now
@@ -183,13 +185,14 @@ def _check_place(state: State, name: str, ask: m.Hello) -> None:
         raise SlimebusError(text, code="name_in_doubt", retryable=True)
 
 
-def _make_room(state: State, known: Client | None) -> None:
+def _make_room(state: State, known: Client | None, role: str) -> None:
     """Of more names than there may be, those that are gone are forgotten first. Raises SlimebusError `busy` when all are alive."""
-    if known is not None or len(state.clients) < state.rules.max_clients:
+    most = state.rules.max_clients + (TRAINER_PLACES if role == "trainer" else 0)
+    if known is not None or len(state.clients) < most:
         return
     for client in [c for c in state.clients.values() if c.is_gone]:
         _forget(state, client)
-    if len(state.clients) >= state.rules.max_clients:
+    if len(state.clients) >= most:
         raise state.busy("max_clients", f"{len(state.clients)} processes have joined")
 
 

@@ -27,6 +27,8 @@ def edit(state: State, event: Event, ask: Edit) -> None:
             reply.done[name] = _drop(state, name, ask.reason) if ask.action == "drop" else _replay(state, name)
         except _CannotBe as refusal:
             reply.refused[name] = str(refusal)
+    if reply.done:
+        state.note(f"{event.who}: {ask.action} of {len(reply.done)} groups: {', '.join(reply.done)}")
     state.reply(event.to, reply)
 
 
@@ -108,6 +110,7 @@ def import_group(state: State, event: Event, ask: Import) -> None:
     if made and not why:
         _make_ready(state, group, ask, made)
     state.enter(group, f"import>{group.phase}")
+    state.note(f"{event.who}: import of group {group.id}: {group.phase}")
     state.reply(event.to, EditReply(done={ask.group: f"{group.phase}{f': {why}' if why else ''}"}))
 
 

@@ -36,6 +36,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     bulk: Sequence[Any] = ()
     key: str = ""
 
+    @property
+    def who(self) -> str:
+        """Who asks, for the log: a sender chooses its name, and not the key that it connected with."""
+        return f"{self.sender[:64]} (key {self.key})" if self.key else self.sender[:64]
+
 
 class Write(msgspec.Struct, frozen=True, gc=False):
     """One change of the store: a value (bytes, or frames to keep together), or None to remove the record; an absent one is fine."""

@@ -3,7 +3,10 @@
 A command is kept until a heartbeat of its worker tells what became of it. A broker that restarts is asked again.
 """
 
+import itertools
 from collections.abc import Collection
+
+import msgspec
 
 from broker.state.broker_state import State
 from broker.state.clients import note_end_told, set_serving
@@ -15,6 +18,8 @@ from slimebus.bus.envelope import one_line
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import LEASE_SUM_MODULUS
 
+MAX_NAME_CHARS, MAX_ENGINE_CHARS = 64, 256
+"""Of a metric's name and of each text about an engine: every status has those of all clients."""
 MAX_METRICS, MAX_METRIC = 64, 1e100
 """Of a heartbeat; NaN and larger ones are left out: JSON has no word for them, nor for their sum."""
 MAX_PLACE_CHARS = 200
@@ -26,10 +31,11 @@ MAX_COMMANDS = 64
 def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     """Extend the leases of a client that agrees on which they are, ask one that does not for its list, and answer with the truth."""
     client = state.clients[event.sender]
-    client.state = beat.state[:64]
-    client.metrics = {name: value for name, value in list(beat.metrics.items())[:MAX_METRICS] if abs(value) <= MAX_METRIC}
+    client.state = one_line(beat.state[:64])
+    metrics = itertools.islice(((name, value) for name, value in beat.metrics.items() if len(name) <= MAX_NAME_CHARS), MAX_METRICS)
+    client.metrics = {name: value for name, value in metrics if abs(value) <= MAX_METRIC}
     set_serving(state, client, beat.lineage, beat.serving)
-    client.engines = beat.engines
+    client.engines = [msgspec.structs.replace(one, **_bounded(one)) for one in beat.engines]
     note_end_told(client, event.to.request, is_finished=state.is_finished)
     client.blocked_s, client.blocked_at = beat.blocked_s, one_line(beat.blocked_at[-MAX_PLACE_CHARS:])
     outstanding = take_outcomes(client, beat.outcomes)
@@ -45,6 +51,10 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     if not reply.list_leases:
         state.leases.extend(client.name, state.now + state.rules.lease_s)
     state.reply(event.to, reply)
+
+
+def _bounded(engine: m.EngineReport) -> dict[str, str]:
+    return {name: one_line(getattr(engine, name)[:MAX_ENGINE_CHARS]) for name in ("url", "model", "state")}
 
 
 def _are(leases: Collection[int], beat: m.Heartbeat) -> bool:

@@ -65,7 +65,7 @@ def described(rules: Rules) -> dict[str, Scalar]:
 def change(state: State, event: Event, ask: Set) -> None:
     """Put new settings in force, all or none, and answer with old and new. The same key again gets the first answer."""
     check_name("set: key", ask.key)
-    made = state.changes.get(ask.key) or make(state, event.sender, ask)
+    made = state.changes.get(ask.key) or make(state, event.who, ask)
     state.reply(event.to, SetReply(step=made.step, changed=made.changed, settings=values(state.rules)))
 
 
@@ -76,7 +76,7 @@ def make(state: State, by: str, ask: Set) -> Change:
         raise ConfigError("set: a setting is given twice, with and without its section")
     old = values(state.rules)
     changed = {name: (old[name], value) for name, value in wanted.items() if value != old[name]}
-    made = Change(key=ask.key, serial=state.meta.num_changes + 1, by=by[:64], step=state.next_unassigned, changed=changed)
+    made = Change(key=ask.key, serial=state.meta.num_changes + 1, by=by, step=state.next_unassigned, changed=changed)
     if not wanted:
         return made
     rules = with_values(state.rules, wanted)  # raises before anything is changed
@@ -89,7 +89,7 @@ def make(state: State, by: str, ask: Set) -> Change:
     state.meta.overrides |= {name: [configured[name], new] for name, (_, new) in changed.items()}
     staleness.remove_stale_ready(state, made.step)
     staleness.end_stale_leases(state, made.step, "too old under a new bound")
-    state.note(f"{by[:64]} changed {in_words(made)}")
+    state.note(f"{by} changed {in_words(made)}")
     state.record({"settings": described(state.rules), "from_step": made.step})
     return made
 

@@ -4,17 +4,23 @@ A trainer that restarts from a checkpoint begins a new lineage at the step it wi
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
 """
 
+from collections.abc import Sequence
+
 from broker.state import batches, evaluation, partials, prompts, transitions
 from broker.state.broker_state import State
 from broker.state.clients import fence_older_trainers
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED
 from broker.state.records import Meta
-from slimebus.bus.errors import SlimebusError
+from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import NO_VERSION, BatchReply, Ok, Publish, Resume
+from slimebus.security.exposure import is_address
 
 MAX_LINEAGES = 64
 """Past ones that a resume is refused for."""
+MAX_ADDRESS_CHARS = 1024
+DISK = "file://"
+"""Before the folder of a chain of delta files."""
 
 
 # --- resume ---
@@ -31,6 +37,10 @@ def resume(state: State, event: Event, ask: Resume) -> None:
         return
     if ask.lineage in meta.lineages:
         raise SlimebusError(f"resume: lineage {ask.lineage[:8]!r} was begun before; each trainer begins one of its own", code="lineage")
+    num_steps = state.rules.num_steps
+    if num_steps is not None and ask.step > max(num_steps, meta.next_step):
+        remedy = "resume at one of its checkpoints, or give the broker the same trainer.num_rollout"
+        raise SlimebusError(f"resume at step {ask.step} of a run of {num_steps} steps; {remedy}", code="step")
     if 0 < ask.step < meta.oldest_kept_step:
         why = f"the oldest checkpoint known here is of step {meta.oldest_kept_step}, the samples of the steps before it are freed"
         remedy = f"resume at step {meta.oldest_kept_step} or later, or at 0 to train every prompt anew"
@@ -125,6 +135,7 @@ def publish(state: State, event: Event, news: Publish) -> None:
     meta = state.meta
     if news.lineage != meta.lineage:
         raise SlimebusError(f"publish of lineage {news.lineage[:8]!r}; the broker is on {meta.lineage[:8]!r}, resume first", code="lineage")
+    _check_publishers(news.publishers)
     if meta.base_version <= news.version < meta.version:  # a late repetition of what has been published
         state.reply(event.to, Ok())
         return
@@ -135,8 +146,22 @@ def publish(state: State, event: Event, news: Publish) -> None:
         expected = f"expected {first} to {newest} (one version every {state.rules.publish_interval} steps)"
         raise SlimebusError(f"publish of version {news.version} at step {meta.next_step}; {expected}", code="version")
     is_new = news.version != meta.version
+    if not is_new and news.digest != meta.digest:
+        raise SlimebusError(
+            f"publish of version {news.version}: it was published with another digest; publish the next one", code="version"
+        )
     meta.version, meta.publishers, meta.digest = news.version, list(news.publishers), news.digest
     if is_new:
         evaluation.start_if_due(state)
     state.notify()
     state.reply(event.to, Ok())
+
+
+def _check_publishers(addresses: Sequence[str]) -> None:
+    if not addresses:
+        raise ProtocolError("publish: no publishers; name the address of each weight server")
+    for address in addresses:
+        is_server = is_address(address.partition("?")[0]) or address.startswith(DISK)
+        if not is_server or len(address) > MAX_ADDRESS_CHARS or not address.isprintable():
+            text = f"publish: {address[:100]!r} ({len(address)} characters) is no address of a weight server"
+            raise ProtocolError(f"{text}; expected tcp://HOST:PORT, with ?key=, or {DISK}FOLDER, of at most {MAX_ADDRESS_CHARS} characters")

@@ -70,7 +70,8 @@ def recorded_settings(resolved: Resolved) -> dict[str, str]:
     found |= {name: hook_text(found[name], base) for name in HOOKS}
     for name, dataset in config.eval.datasets.items():
         own = {"custom_rm_path": hook_text(dataset.custom_rm_path, base), "file": _file_hash(resolved.path(dataset.path))}
-        found[f"eval.datasets.{name}"] = msgspec.to_builtins(dataset) | own
+        about = msgspec.to_builtins(dataset) | own
+        found[f"eval.datasets.{name}"] = {key: value for key, value in about.items() if key != "path" or not own["file"]}
     texts = {name: shortened(value if isinstance(value, str) else msgspec.json.encode(value).decode()) for name, value in found.items()}
     return texts | ({MODEL: f"hash {shape}-{weights_hash(resolved.model_dir)}"} if (shape := model_hash(resolved)) else {})
 

@@ -8,8 +8,12 @@ KEYS/                    mode 0700
   rollout.key  ...
 """
 
+import contextlib
+import fcntl
+import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -42,12 +46,25 @@ def init(folder: Path) -> None:
 
 def add(folder: Path, name: str, role: str, *, client: str = "", public: str = "") -> Path | None:
     """Let a new key in, and return its file; None when only a `public` key was given, with its secret elsewhere."""
-    allowed = read_allow_list(folder / ALLOWED)
-    _check_new(folder, allowed, name, role, public)
-    allowed.clients[name] = Entry(role=role, public=public, client=client)
-    path = None if public else _make_key(folder, allowed, name)
-    write_allow_list(folder / ALLOWED, allowed)
-    return path
+    with _changing(folder) as allowed:
+        _check_new(folder, allowed, name, role, public)
+        allowed.clients[name] = Entry(role=role, public=public, client=client)
+        return None if public else _make_key(folder, allowed, name)
+
+
+@contextlib.contextmanager
+def _changing(folder: Path) -> Iterator[AllowList]:
+    """The allow-list, written when the context ends without an error; others who change the folder wait until then."""
+    if not folder.is_dir():
+        read_allow_list(folder / ALLOWED)  # raises UsageError
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        allowed = read_allow_list(folder / ALLOWED)
+        yield allowed
+        write_allow_list(folder / ALLOWED, allowed)
+    finally:
+        os.close(lock)
 
 
 def _make_key(folder: Path, allowed: AllowList, name: str) -> Path:
@@ -80,19 +97,16 @@ def broker_keys(folder: Path) -> list[str]:
 
 def revoke(folder: Path, name: str) -> None:
     """Revoke a key. Raises UsageError when there is none."""
-    allowed = read_allow_list(folder / ALLOWED)
-    _entry(folder, allowed, name).revoked = True
-    write_allow_list(folder / ALLOWED, allowed)
+    with _changing(folder) as allowed:
+        _entry(folder, allowed, name).revoked = True
 
 
 def rotate(folder: Path, name: str, *, grace_s: float) -> Path:
     """Replace a key pair; the older one stays valid for `grace_s` seconds. Returns the file to copy."""
-    allowed = read_allow_list(folder / ALLOWED)
-    entry = _entry(folder, allowed, name)
-    entry.previous, entry.previous_until = (entry.public, time.time() + grace_s) if grace_s > 0 else ("", 0.0)
-    path = _make_key(folder, allowed, name)
-    write_allow_list(folder / ALLOWED, allowed)
-    return path
+    with _changing(folder) as allowed:
+        entry = _entry(folder, allowed, name)
+        entry.previous, entry.previous_until = (entry.public, time.time() + grace_s) if grace_s > 0 else ("", 0.0)
+        return _make_key(folder, allowed, name)
 
 
 def _entry(folder: Path, allowed: AllowList, name: str) -> Entry:

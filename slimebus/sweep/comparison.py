@@ -67,7 +67,8 @@ def _cells(of: Sequence[RunResult]) -> list[str]:
     found = [[run.means[name] for run in ran if name in run.means] for name in ("ess_token", "ess_sequence", "m2")]
     means = [f"{estimate(values).mean:.3g}" if values else "" for values in found]
     steps, seconds = max(run.steps for run in ran), estimate([run.seconds for run in ran]).mean
-    return [f"{len(ran)} of {len(of)}", score, str(steps), duration(seconds), speed, f"{lag:.2f}", *means, notes]
+    num_seeds = [len({run.seed for run in runs}) for runs in (ran, of)]
+    return ["{} of {}".format(*num_seeds), score, str(steps), duration(seconds), speed, f"{lag:.2f}", *means, notes]
 
 
 def page(results: Sequence[RunResult], axis: str, title: str, about: str) -> str:

@@ -89,10 +89,18 @@ def of_runs(run_dirs: Sequence[Path], score: str = "", axis: str = "") -> list[R
     for folder, settings, outcome, condition in zip(folders, known, outcomes, conditions, strict=True):
         shown = outcome.condition if outcome and is_one_sweep else condition
         seed = int(settings.get("seed", 0))
-        found.append(_of(folder, folder.name, shown, seed, score, outcome or Outcome(condition={}, options={}, seed=seed, state="done")))
+        found.append(_of(folder, folder.name, shown, seed, score, outcome or _of_no_sweep(folder, seed)))
         if outcome is None and not found[-1].steps:
             raise DataError(f"{folder}: no trained step on record (metrics/trainer.jsonl)")
     return sorted(found, key=lambda run: [(number(label) or 0.0, label) for label in run.condition.values()])
+
+
+def _of_no_sweep(folder: Path, seed: int) -> Outcome:
+    """Of a run that no sweep started: done, unless its broker's last status says otherwise."""
+    status = report.read_map(folder / "status.json")
+    is_done = status.get("state", "finished") == "finished"
+    reason = "" if is_done else f"{status['state']} at step {status.get('step')}"
+    return Outcome(condition={}, options={}, seed=seed, state="done" if is_done else "running", reason=reason)
 
 
 def told_apart(settings: Sequence[Mapping[str, str]], axis: str) -> list[Condition]:
@@ -117,6 +125,7 @@ def _settings(folder: Path) -> dict[str, str]:
     eta = status.get("settings", {}).get("max_staleness")
     if saved.get("config", {}).get("broker", {}).get("max_staleness") == "auto":
         eta = "auto"  # the last of its bounds says little of the run
+    found |= {name: text for name, text in saved.get("recorded", {}).items() if name not in found}  # reward, hooks, evaluations
     return {name: text.strip('"') for name, text in found.items()} | ({ETA: label_of(eta)} if eta is not None else {})
 
 

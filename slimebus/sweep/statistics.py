@@ -1,7 +1,8 @@
 """How sure a comparison is. Seeds are the sample: each claim on a condition rests on how its seeds differ. Needs scipy."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 
 import msgspec
@@ -37,15 +38,23 @@ def estimate(values: Sequence[float], *, least: float = -math.inf, most: float =
     return Estimate(fmean(values), (max(least, fmean(values) - half), min(most, fmean(values) + half)), len(values))
 
 
+def per_seed(runs: Sequence[RunResult], value: Callable[[RunResult], float]) -> list[float]:
+    """The mean over the runs of each seed: repeats of one seed are one sample."""
+    values = defaultdict[int, list[float]](list)
+    for run in runs:
+        values[run.seed].append(value(run))
+    return [fmean(of) for of in values.values()]
+
+
 def score_of(runs: Sequence[RunResult]) -> Estimate:
     """The last score of runs of one condition; that of rewards which are all 0 or 1 is a rate."""
     bounds = {"least": 0.0, "most": 1.0} if all(run.points[-1].is_rate for run in runs) else {}
-    return estimate([run.score for run in runs], **bounds)
+    return estimate(per_seed(runs, lambda run: run.score), **bounds)
 
 
 def speed_of(runs: Sequence[RunResult]) -> Estimate:
     """Samples a second, once warm."""
-    return estimate([run.samples_per_s for run in runs], least=0.0)
+    return estimate(per_seed(runs, lambda run: run.samples_per_s), least=0.0)
 
 
 def p_worse(values: Sequence[float], reference: Sequence[float]) -> float:
@@ -82,8 +91,9 @@ def conclusion(results: Sequence[RunResult], axis: str) -> str:
     runs = {label: of for label, of in runs.items() if of}
     if len(runs) < 2:
         return f"Nothing to compare: {len(runs)} value{'s'[: len(runs) != 1]} of {short(axis)} with a score."
-    scores = {label: [r.score for r in of] for label, of in runs.items()}
-    speed = {label: fmean(r.samples_per_s for r in of) for label, of in runs.items()}
+    scores = {label: per_seed(of, lambda run: run.score) for label, of in runs.items()}
+    speeds = {label: per_seed(of, lambda run: run.samples_per_s) for label, of in runs.items()}
+    speed = {label: fmean(of) for label, of in speeds.items()}
     fastest, best = max(speed, key=speed.__getitem__), max(scores, key=lambda label: fmean(scores[label]))
     fewest = min(map(len, scores.values()))
     missing = f" Without a score: {', '.join(lost)}." if lost else ""
@@ -92,7 +102,7 @@ def conclusion(results: Sequence[RunResult], axis: str) -> str:
         return f"Too few seeds to say which {short(axis)} learns better ({fewest}; at least {MIN_SEEDS}): {seen}.{missing}"
     if any(number(label) is None for label in runs):
         return _best_of(scores, best, score_of(runs[best]).text()) + missing
-    return _smallest(scores, speed, axis, fastest) + missing
+    return _smallest(scores, speeds, axis, fastest) + missing
 
 
 def _p(p: float) -> str:
@@ -108,18 +118,19 @@ def _best_of(scores: dict[str, list[float]], best: str, shown: str) -> str:
     return text + (f"; worse: {', '.join(worse)}" if worse else "") + "."
 
 
-def _smallest(scores: dict[str, list[float]], speed: dict[str, float], axis: str, fastest: str) -> str:
-    ordered, name = sorted(scores, key=float), short(axis)
-    least, near_words = ordered[0], f"within {NEAR_FASTEST:.0%} of the fastest"
+def _smallest(scores: dict[str, list[float]], speeds: dict[str, list[float]], axis: str, fastest: str) -> str:
+    ordered, name, speed = sorted(scores, key=float), short(axis), {label: fmean(of) for label, of in speeds.items()}
+    least, near_words = ordered[0], f"within {NEAR_FASTEST:.0%} of the fastest, or not told apart from it"
     p = {label: p_worse(scores[label], scores[least]) if label != least else 1.0 for label in ordered}
-    near = [label for label in ordered if speed[label] >= (1 - NEAR_FASTEST) * speed[fastest]]
+    is_slower = {label: p_worse(speeds[label], speeds[fastest]) < SIGNIFICANT for label in ordered}
+    near = [label for label in ordered if not is_slower[label] or speed[label] >= (1 - NEAR_FASTEST) * speed[fastest]]
     found = next((label for label in near if p[label] >= SIGNIFICANT), None)
     if found == least:
         return f"{name} = {least}, the smallest, is {near_words} ({name} = {fastest})."
     if found is not None:
         fall = detectable(scores[found], scores[least])
         sure = f"{_p(p[found])}, {len(scores[found])} seeds; a fall of {fall:.3f} would be seen four times out of five"
-        return f"{name} = {found} is the smallest {near_words} that does not learn worse than {name} = {least} ({sure})."
+        return f"{name} = {found} is the smallest {near_words}, that does not learn worse than {name} = {least} ({sure})."
     others = max((label for label in ordered if p[label] >= SIGNIFICANT), key=speed.__getitem__)
     rest = f"of those that do not, {name} = {others} is the fastest ({speed[others] / speed[fastest]:.0%} of the samples/s of {fastest})"
-    return f"Every {name} {near_words} learns worse than {name} = {least} ({name} = {near[0]}: {_p(p[near[0]])}); {rest}."
+    return f"Every {name} {near_words}, learns worse than {name} = {least} ({name} = {near[0]}: {_p(p[near[0]])}); {rest}."

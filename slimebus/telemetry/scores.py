@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from slimebus.telemetry.wilson_interval import Z_95, wilson
+Z_95 = 1.959964
+"""Standard normal quantile of a two-sided 95% interval."""
 
 
 class Scores(msgspec.Struct, kw_only=True):
@@ -74,3 +75,16 @@ def of_attempts(attempts: Iterable[int], rewards: Iterable[float | None]) -> tup
 def pass_at(k: int, n: int, num_right: int) -> float:
     """The chance that one of k of the n samples is right: 1 - C(n - c, k) / C(n, k). Chen et al. 2021, eq. 1 (arXiv:2107.03374)."""
     return 1.0 - math.comb(n - num_right, k) / math.comb(n, k)
+
+
+def wilson(accuracy: float, n: int, z: float = Z_95) -> tuple[float, float]:
+    """The Wilson score interval of `accuracy` measured on `n` problems, within 0..1; (0, 1) when n is 0.
+
+    Wilson 1927, eq. in https://doi.org/10.1080/01621459.1927.10502953: unlike the normal interval it keeps its promise near 0 and 1.
+    """
+    if n <= 0:
+        return 0.0, 1.0
+    scale = 1 + z * z / n
+    middle = (accuracy + z * z / (2 * n)) / scale
+    half = z / scale * math.sqrt(accuracy * (1 - accuracy) / n + z * z / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -1,6 +1,8 @@
 """What a process was doing when: one JSON line for each piece of work, from which `slimebus trace` makes a timeline."""
 
+import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import xxhash
 
-from slimebus.telemetry import otel
 from slimebus.telemetry.metrics import JsonLines
+
+log = logging.getLogger("slimebus")
 
 MAX_BYTES = 32 << 20
 """Of one file; a full one becomes the `.old` one in place of the one before, so a process keeps the last 200,000 spans or more."""
@@ -23,6 +27,13 @@ NUM_CLOCKS = 8
 PHASES = {"queued": "queue", "leased": "lease"}
 """What a span of a phase is called, where not like it."""
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+SEND_S = 2.0
+"""How long a batch may take to be sent, repeats included. Without a collector a process takes so long to end, for each batch that waits."""
+BATCH = 8192
+"""Spans sent at once; more than four of these that wait are dropped, the oldest first."""
 
 
 class Span:
@@ -38,7 +49,7 @@ class Spans:
 
     `begin` is the wall clock, seconds since the epoch; `offset`, by how much the broker's is ahead of it, as far as is known. `seconds` is
     not disturbed when that clock is set. A span costs some 50 us, with counts_cpu 140.
-    run: the run's name, for OpenTelemetry, which gets them too where the environment names a collector (slimebus/telemetry/otel.py).
+    run: the run's name, for OpenTelemetry, which gets them too where the environment names a collector (Collector).
     counts_cpu: each span also has the CPU seconds of its thread and, on Linux, `queued_s`, those in which it could have run but others
     had the CPU; what is left it waited for something. For a process with spans that do not await.
     """
@@ -47,7 +58,7 @@ class Spans:
         self.process, self.counts_cpu = process, counts_cpu
         self._rows = JsonLines(directory / f"spans-{process}.jsonl" if directory else None, max_bytes=MAX_BYTES)
         self._clocks: deque[tuple[float, float]] = deque(maxlen=NUM_CLOCKS)
-        self._collector = otel.collector_of(run, process) if directory else None
+        self._collector = collector_of(run, process) if directory else None
 
     def compare_clock(self, took_s: float, offset_s: float) -> None:
         """An answer of the broker that took so long says by how much its clock is ahead; of the last ones the quickest counts.
@@ -111,3 +122,47 @@ def thread_times() -> dict[str, float]:
     with suppress(OSError, IndexError):
         times["queued_s"] = int(SCHEDSTAT.read_bytes().split()[1]) / 1e9
     return times
+
+
+# --- to an OpenTelemetry collector, where its own environment variables name one; needs slimebus[otel] ---
+
+
+class Collector:
+    """Sends from a thread of its own; spans of one group, or of one step, are one trace whichever process they are of."""
+
+    def __init__(self, run: str, process: str) -> None:
+        """Raises ModuleNotFoundError where the packages are missing."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        about = {"service.name": "slimebus", "service.namespace": run, "service.instance.id": process}
+        provider = TracerProvider(resource=Resource.create(about))
+        exporter = OTLPSpanExporter(timeout=float(os.environ.get("OTEL_EXPORTER_OTLP_TIMEOUT", SEND_S)))
+        provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=4 * BATCH, max_export_batch_size=BATCH))
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # not each try, but what was not sent
+        self.run, self._tracer = run, provider.get_tracer("slimebus")
+
+    def send(self, name: str, begin: float, seconds: float, about: dict[str, Any]) -> None:
+        """A span that is over. begin: seconds since the epoch."""
+        from opentelemetry import trace
+
+        subject = f"group {about['group']}" if "group" in about else f"step {about['step']}" if "step" in about else name
+        key = xxhash.xxh3_128_intdigest(f"{self.run}\n{subject}".encode())
+        parent = trace.SpanContext(key or 1, (key >> 64) or 1, is_remote=True, trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED))
+        context = trace.set_span_in_context(trace.NonRecordingSpan(parent))
+        values = {key: value for key, value in about.items() if isinstance(value, str | bool | int | float)}
+        span = self._tracer.start_span(name, context, attributes=values, start_time=int(begin * 1e9))
+        span.end(int((begin + seconds) * 1e9))
+
+
+def collector_of(run: str, process: str) -> Collector | None:
+    """The collector that the environment names; None where it names none, or the packages are missing, which is logged."""
+    if not any(os.environ.get(name) for name in ENDPOINTS):
+        return None
+    try:
+        return Collector(run, process)
+    except ModuleNotFoundError as absent:
+        log.warning("no spans go to OpenTelemetry: %s is missing; pip install 'slimebus[otel]'", absent.name)
+        return None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slimebus.telemetry.formatting import duration
-from slimebus.telemetry.wilson_interval import wilson
+from slimebus.telemetry.scores import wilson
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -249,7 +249,7 @@ def _fit(tables: Sequence[Table], width: int, height: int) -> "list[Text]":
     shelves: list[list[list[str]]] = []
     used = width
     for head, *rows in tables:
-        lines = columns(rows, head)
+        lines = _narrowed([head, *rows], width)
         wide = max(map(len, lines))
         if rows and used + GAP + wide <= width:
             shelves[-1].append(lines)
@@ -266,6 +266,13 @@ def _fit(tables: Sequence[Table], width: int, height: int) -> "list[Text]":
         first, *others = _side_by_side([_cut(lines, room) for lines in shelf])
         found += [Text(), Text(first, "bold"), *map(Text, others)]
     return found
+
+
+def _narrowed(table: Table, width: int) -> list[str]:
+    """The table without its last columns, where it would be wider than this."""
+    while max(map(len, lines := columns(table))) > width and len(table[0]) > 1:
+        table = [row[:-1] for row in table]
+    return lines
 
 
 def _cut(lines: list[str], room: int) -> list[str]:

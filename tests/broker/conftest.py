@@ -87,7 +87,7 @@ class Desk:
 
     def send(
         self, name: str, message: m.Message, *, request: int = 0, epoch: int | None = None, bulk: list[bytes] | None = None, run: str = "r",
-        is_alone: bool = False,
+        is_alone: bool = False, key: str = "",
     ) -> int:  # fmt: skip
         """Send a request; its answer appears in `answers` under the returned id. is_alone: whoever it replaces is connected no more."""
         self.request += 1
@@ -105,6 +105,7 @@ class Desk:
             run=run,
             message=message,
             bulk=bulk or [],
+            key=key,
         )
         if self._burst is None:
             lost = self.machine.holders([event]) if is_alone else ()
@@ -149,7 +150,7 @@ class Desk:
         self.publish(version, lineage)
 
     def publish(self, version: int, lineage: str = "L") -> None:
-        assert self.ask("t", m.Publish(lineage=lineage, version=version, publishers=["p"], digest="d")) == m.Ok()
+        assert self.ask("t", m.Publish(lineage=lineage, version=version, publishers=["tcp://p:1"], digest="d")) == m.Ok()
 
     def lease(self, want: int = 1, serving: int = 0, name: str = "w", lineage: str = "L") -> list[m.LeasedGroup]:
         reply = self.ask(name, m.Lease(want=want, wait_s=0.0, lineage=lineage, serving=serving))

@@ -98,7 +98,7 @@ class Bench:
             assert isinstance(welcome, m.Welcome)
             self.epochs[name] = welcome.epoch
         assert self.ask("t", m.Resume(step=0, version=0, lineage="L")) == m.Ok()
-        assert self.ask("t", m.Publish(lineage="L", version=0, publishers=["p"], digest="d")) == m.Ok()
+        assert self.ask("t", m.Publish(lineage="L", version=0, publishers=["tcp://p:1"], digest="d")) == m.Ok()
 
     def lease(self, number: int = 0) -> m.Message | None:
         return self.ask("w", m.Lease(want=1, wait_s=0.0, lineage="L", serving=0), number)
@@ -229,7 +229,7 @@ def test_without_room_samples_and_leases_are_refused_and_the_trainer_goes_on(ben
     assert reply.groups == []
     assert reply.reason == "the disk is full: make room"
     assert isinstance(bench.ask("t", m.Batch(step=0, wait_s=0.0)), m.BatchReply)
-    assert bench.ask("t", m.Publish(lineage="L", version=1, publishers=["p"], digest="d")) == m.Ok()
+    assert bench.ask("t", m.Publish(lineage="L", version=1, publishers=["tcp://p:1"], digest="d")) == m.Ok()
     assert bench.ask("t", m.Commit(step=0, checkpoint=1)) == m.Ok()
     assert bench.store.get("payloads", first.group) is None, "its room is given back"
     assert "disk is full" in bench.status()["waiting"][0]
@@ -310,7 +310,7 @@ def test_what_the_store_will_never_take_is_the_error_of_its_request_alone() -> N
     bench = Bench(PickyStore())
     bench.begin()
     group = leased(bench.lease())
-    bench.send("t", m.Publish(lineage="L", version=1, publishers=["p"], digest="d"))
+    bench.send("t", m.Publish(lineage="L", version=1, publishers=["tcp://p:1"], digest="d"))
     bad = bench.send("odd", m.Hello(role="rollout", instance="2"))
     good = bench.send("w", m.Put(group=group.group, lease=group.lease, lineage="L"), bulk=frames(made((0, 4))))
     bench.broker.run_once(0.0)

@@ -67,10 +67,11 @@ def test_a_missing_data_file_is_named(run: Run, task: Path) -> None:
 
 def test_up_ends_everyone_when_one_role_refuses_its_input(run: Run, task: Path) -> None:
     file = run.folder / "prompts.jsonl"
-    file.write_text("nonsense\n")
+    first, *_ = (task / "rl.jsonl").read_text().splitlines(keepends=True)
+    file.write_text(f"{first}nonsense\n")
     change(run, task, data__prompt_data=[str(file)])
     up = refused(run, "up", "--workers", "2")
-    assert f"{file}:1: not JSON" in child_line(up, "broker")
+    assert f"{file}:2: not JSON" in child_line(up, "broker")
     assert up.seconds < 30
 
 

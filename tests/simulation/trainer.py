@@ -98,7 +98,7 @@ class Trainer(Actor):
             self.announced = version
             then()
 
-        self.ask(m.Publish(lineage=self.lineage, version=version, publishers=["x"], digest="d"), published)
+        self.ask(m.Publish(lineage=self.lineage, version=version, publishers=["tcp://x:1"], digest="d"), published)
 
     def beaten(self, reply: m.HeartbeatReply) -> None:
         """A broker that lost its last moments may have to be told again."""

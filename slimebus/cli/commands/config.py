@@ -1,4 +1,4 @@
-"""`slimebus config`: what a run.yaml resolves to, and whether it is right."""
+"""`slimebus config` and `slimebus init`: what a run.yaml resolves to, whether it is right, and one to start from."""
 
 import json
 import operator
@@ -7,12 +7,17 @@ from pathlib import Path
 import click
 import msgspec
 
+from slimebus.bus.errors import UsageError
 from slimebus.config.field_rules import evaluation_problems
+from slimebus.config.fields import sections
 from slimebus.config.file_checks import external_problems, file_problems, teacher_problems, unchecked
 from slimebus.config.flags import META, ConfigCommand, config_argument, from_context, trainer_options
 from slimebus.config.load import raise_all, read, without
 from slimebus.config.schema import OPEN_MAPS, paths
 from slimebus.telemetry.formatting import columns
+
+FIRST = ("data.prompt_data", "model.hf_checkpoint", "rollout.num_rollout", "rollout.rm_type", "optimizer.lr", "broker.max_staleness")
+VALUES = {"data.prompt_data": "[prompts.jsonl]", "model.hf_checkpoint": "model"}
 
 
 @click.group()
@@ -50,3 +55,28 @@ def check(ctx: click.Context, run_yaml: Path | None, teacher: str | None, syntax
     for text in () if syntax else unchecked(resolved):
         click.echo(text, err=True)
     click.echo(f"ok: {run_yaml or 'defaults'}: run {resolved.config.name!r}")
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path), default=Path("run.yaml"))
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+def init(path: Path, force: bool) -> None:
+    """Write a run.yaml with every field, its unit, meaning and default; all but the first ones commented out."""
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists; give another path, or --force to overwrite it")
+    path.write_text(commented())
+    click.echo(f"{path} written; set data.prompt_data and model.hf_checkpoint, then `slimebus up {path}`")
+
+
+def commented() -> str:
+    """The text of a run.yaml in which every field stands with its meaning."""
+    lines = ["# A slimebus run. Paths are relative to this file. `slimebus config check` tells whether it is right."]
+    for name, cls, docs in sections():
+        lines += ["", f"# {(cls.__doc__ or '').strip()}"]
+        if name:
+            lines.append(f"{name}:")
+        indent = "  " if name else ""
+        for doc in docs:
+            mark, field = "" if doc.name in FIRST else "# ", doc.name.rpartition(".")[2]
+            lines += [f"{indent}# [{doc.unit}] {doc.meaning}", f"{indent}{mark}{field}: {VALUES.get(doc.name, doc.default)}"]
+    return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""`slimebus sweep`: many runs that answer one question."""
+"""`slimebus sweep` and `slimebus compare`: many runs that answer one question."""
 
 import json
 from pathlib import Path
@@ -39,3 +39,22 @@ def sweep(sweep_yaml: Path, check: bool, report: bool, as_json: bool) -> None:
         if any(outcome.state == "done" for outcome in runner.outcomes.values()):
             results = of_sweep(found, runner.outcomes)
             show(results, found.plan.axis, found.folder, title=f"Sweep {sweep_yaml.stem}", about=sweep_yaml.read_text())
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="RUN...")
+@click.option(
+    "--axis", default="", help="[name] What is compared; default: broker.max_staleness where the runs differ in it, else the last."
+)
+@click.option("--score", default="", help="[name] The evaluation to compare by; default: heldout, or the first.")
+@click.option("--out", type=click.Path(path_type=Path), help="[path] Folder for report.html and results.json.")
+def compare(runs: tuple[Path, ...], axis: str, score: str, out: Path | None) -> None:
+    """Compare runs by what their settings differ in; runs that differ in their seed alone are taken together (docs/sweep.md).
+
+    RUN is a run's directory, or a sweep's: then all of its trials.
+    """
+    from slimebus.sweep.comparison import check_installed, show
+    from slimebus.sweep.results import of_runs
+
+    check_installed()
+    show(of_runs(runs, score, axis), axis, out, title="Comparison", about="slimebus compare " + " ".join(map(str, runs)))

@@ -177,7 +177,7 @@ def test_a_trainer_that_had_only_said_hello_when_a_newer_one_resumed_is_told_to_
     assert desk.ask("t2", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
     assert desk.ask("t", m.Hello(role="trainer", instance="2"), epoch=0).code == "fenced"
     assert desk.ask("t", m.Resume(step=0, version=0, lineage="N"), epoch=older).code == "fenced"
-    assert desk.ask("t2", m.Publish(lineage="M", version=0, publishers=["x"], digest="d")) == m.Ok()
+    assert desk.ask("t2", m.Publish(lineage="M", version=0, publishers=["tcp://x:1"], digest="d")) == m.Ok()
 
 
 def test_a_trainer_that_is_not_known_any_more_joins_again_and_goes_on_without_a_resume(desk: Any) -> None:
@@ -477,3 +477,22 @@ def test_a_silent_client_is_forgotten_at_its_deadline_however_that_is_rounded(ne
             assert "w" not in desk.state.clients
             return
     pytest.fail("no moment is rounded like that")
+
+
+def test_workers_that_take_every_place_keep_no_trainer_out(new_desk: Any) -> None:
+    desk = new_desk(max_clients=2)
+    desk.join("w1", "rollout")
+    desk.join("w2", "rollout")
+    assert desk.ask("w3", m.Hello(role="rollout", instance="1"), epoch=0).code == "busy"
+    assert isinstance(desk.ask("t", m.Hello(role="trainer", instance="1"), epoch=0), m.Welcome)
+
+
+def test_what_a_heartbeat_says_for_people_is_bounded_and_printable(desk: Any) -> None:
+    metrics = {"m" * 4000: 1.0, "tokens": 2.0}
+    engines = [m.EngineReport(url="http://" + "h" * 4000, model="\x1b[31m", state="serving")]
+    desk.ask("w", m.Heartbeat(state="\x1b]0;title\x07", metrics=metrics, engines=engines))
+    client = desk.state.clients["w"]
+    assert client.metrics == {"tokens": 2.0}
+    assert client.state.isprintable()
+    assert len(client.engines[0].url) == 256
+    assert client.engines[0].model.isprintable()

@@ -144,3 +144,15 @@ def test_an_import_without_a_prompt_or_of_another_name_is_refused(desk: Any) -> 
     for name, bulk in (("import/x", []), ("0/1", [PROMPT]), ("import/x", [PROMPT, b"q"]), ("import/x", [b"p"])):
         message = m.Import(group=name)
         assert desk.ask("person", message, bulk=bulk, run="").code == "protocol"
+
+
+def test_the_log_names_the_key_of_whoever_changes_settings_or_groups(desk: Any) -> None:
+    [group] = desk.fill(1)
+    desk.ask("boss", m.Set(key="k", settings={"max_staleness": 3.0}), key="client")
+    desk.ask("boss", m.Edit(action="drop", groups=[group], reason="r"), key="client")
+    desk.ask("boss", m.Import(group="import/a/0"), key="client", bulk=[PROMPT])
+    assert [note for note in desk.notes if note.startswith("boss (key client)")] == [
+        "boss (key client) changed max_staleness from 1 to 3, from step 0 on",
+        f"boss (key client): drop of 1 groups: {group}",
+        "boss (key client): import of group import/a/0: queued",
+    ]

@@ -105,13 +105,13 @@ def test_resume_repeated_changes_nothing_and_another_step_needs_another_lineage(
 
 def test_versions_follow_each_other_at_the_pace_of_the_rules(desk: Any) -> None:
     assert desk.ask("t", m.Publish(lineage="other", version=0, publishers=[], digest="d")).code == "lineage"
-    assert desk.ask("t", m.Publish(lineage="L", version=2, publishers=[], digest="d")).code == "version"
-    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["q"], digest="d")) == m.Ok()
-    assert desk.hints[-1].publishers == ["q"]
+    assert desk.ask("t", m.Publish(lineage="L", version=2, publishers=["tcp://q:1"], digest="d")).code == "version"
+    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["tcp://q:1"], digest="d")) == m.Ok()
+    assert desk.hints[-1].publishers == ["tcp://q:1"]
 
 
 def test_the_digest_of_a_version_reaches_whoever_joins_beats_or_listens_and_survives_a_restart(desk: Any) -> None:
-    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["q"], digest="00ff")) == m.Ok()
+    assert desk.ask("t", m.Publish(lineage="L", version=1, publishers=["tcp://q:1"], digest="00ff")) == m.Ok()
     assert desk.hints[-1].digest == "00ff"
     desk.restart()
     assert desk.ask("w9", m.Hello(role="rollout", instance="i")).digest == "00ff"
@@ -122,7 +122,7 @@ def test_the_digest_of_a_version_reaches_whoever_joins_beats_or_listens_and_surv
 @pytest.mark.parametrize("digest", ["", "0" * 129])
 def test_a_version_without_a_digest_or_with_an_endless_one_is_refused(desk: Any, digest: str) -> None:
     before = desk.state.meta.digest
-    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["q"], digest=digest)).code == "protocol"
+    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["tcp://q:1"], digest=digest)).code == "protocol"
     assert desk.state.meta.digest == before
 
 
@@ -217,13 +217,13 @@ def test_a_late_repetition_of_an_older_publish_is_acknowledged_and_changes_nothi
     desk.fill(2)
     desk.train(0)
     desk.publish(1)
-    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["old"], digest="d")) == m.Ok()
-    assert (desk.status["version"], desk.state.meta.publishers) == (1, ["p"])
+    assert desk.ask("t", m.Publish(lineage="L", version=0, publishers=["tcp://old:1"], digest="d")) == m.Ok()
+    assert (desk.status["version"], desk.state.meta.publishers) == (1, ["tcp://p:1"])
 
 
 def test_the_first_publish_of_a_timeline_is_the_version_that_it_resumed_with(desk: Any) -> None:
     assert desk.ask("t", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
-    assert desk.ask("t", m.Publish(lineage="M", version=1, publishers=["p"], digest="d")).code == "version"
+    assert desk.ask("t", m.Publish(lineage="M", version=1, publishers=["tcp://p:1"], digest="d")).code == "version"
     desk.publish(0, "M")
 
 
@@ -291,3 +291,27 @@ def test_a_run_that_its_trainer_left_waits_for_one(desk: Any) -> None:
     desk.ask("t", m.Goodbye())
     assert desk.status["state"] == "waiting for a trainer"
     assert "everyone waits for a trainer to join" in desk.status["waiting"]
+
+
+def test_a_resume_behind_the_end_of_the_run_is_refused(new_desk: Any) -> None:
+    desk = new_desk(num_steps=5)
+    desk.begin()
+    refused = desk.ask("t", m.Resume(step=1 << 30, version=0, lineage="M"))
+    assert (refused.code, "of a run of 5 steps" in refused.text) == ("step", True)
+    assert desk.ask("t", m.Resume(step=5, version=5, lineage="M")) == m.Ok()
+
+
+def test_a_version_has_one_digest(desk: Any) -> None:
+    refused = desk.ask("t", m.Publish(lineage="L", version=0, publishers=["tcp://p:1"], digest="another"))
+    assert (refused.code, desk.state.meta.digest) == ("version", "d")
+
+
+@pytest.mark.parametrize("publishers", [[], ["not an address"], ["tcp://h:1", "tcp://" + 2000 * "h" + ":1"], ["tcp://h:1?\x1b]0;x"]])
+def test_a_publish_that_names_no_weight_server_is_refused(desk: Any, publishers: list[str]) -> None:
+    refused = desk.ask("t", m.Publish(lineage="L", version=1, publishers=publishers, digest="d"))
+    assert (refused.code, desk.state.meta.version) == ("protocol", 0)
+
+
+@pytest.mark.parametrize("address", ["tcp://h:1", "tcp://[::1]:1?key=abc", "file:///runs/a/weights"])
+def test_every_kind_of_weight_server_can_be_published(desk: Any, address: str) -> None:
+    assert desk.ask("t", m.Publish(lineage="L", version=1, publishers=[address], digest="d")) == m.Ok()

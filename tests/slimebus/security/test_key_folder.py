@@ -1,8 +1,10 @@
 """The folder of keys: what is written, who can read it, what changes and what is refused."""
 
 import stat
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,3 +180,27 @@ def test_what_others_can_reach_needs_keys_or_insecure(address: str) -> None:
 def test_what_is_no_address_is_said_to_be_none(address: str) -> None:
     with pytest.raises(UsageError, match=r"broker.bind is '.*'; expected tcp://HOST:PORT with a port of 0 to 65535"):
         check_bind(address, "broker.bind", has_keys=False, insecure=True)
+
+
+def test_a_key_that_is_added_while_another_is_revoked_brings_that_one_not_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_read, goes_on = threading.Event(), threading.Event()
+    check = key_folder._check_new
+
+    def check_slowly(*arguments: Any) -> None:
+        has_read.set()
+        assert goes_on.wait(30)
+        check(*arguments)
+
+    monkeypatch.setattr(key_folder, "_check_new", check_slowly)
+    adding = threading.Thread(target=key_folder.add, args=(folder, "node7", "rollout"))
+    revoking = threading.Thread(target=key_folder.revoke, args=(folder, "rollout"))
+    adding.start()
+    assert has_read.wait(30)
+    revoking.start()
+    revoking.join(0.5)  # it ends here unless it waits for the other
+    goes_on.set()
+    adding.join(30)
+    revoking.join(30)
+    allowed = read_allow_list(folder / "allowed.json").clients
+    assert allowed["rollout"].revoked
+    assert not allowed["node7"].revoked

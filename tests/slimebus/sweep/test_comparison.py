@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from slimebus.cli.commands.compare import compare
+from slimebus.cli.commands.sweep import compare
 from slimebus.sweep import plots
 from slimebus.sweep.comparison import main_axis, page, sections_of, table
 from slimebus.sweep.results import Point, RunResult

@@ -125,3 +125,18 @@ def test_a_file_that_a_full_disk_or_a_hand_damaged_is_named(tmp_path: Path, name
 def test_buckets_are_those_of_the_trainer(lag: float, bucket: str) -> None:
     assert bucket_of(lag) == bucket
     assert len(results.BUCKETS) == 6
+
+
+def test_a_run_that_is_not_finished_does_not_count(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("a", "b")]
+    for run, state in zip(runs, ("finished", "running"), strict=True):
+        (run / "status.json").write_text(json.dumps({"settings": {"max_staleness": 1}, "state": state, "step": 52}))
+    done, going = sorted(of_runs(runs), key=lambda found: found.name)
+    assert (done.counts, going.counts, going.reason) == (True, False, "running at step 52")
+
+
+def test_runs_of_other_rewards_or_evaluations_are_told_apart(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("a", "b")]
+    for run, reward in zip(runs, ("r.py:f (hash 1)", "r.py:f (hash 2)"), strict=True):
+        (run / "config.json").write_text(json.dumps({"config": {}, "recorded": {"rollout.custom_rm_path": reward}}))
+    assert [found.condition for found in of_runs(runs)] == [{"rollout.custom_rm_path": f"r.py:f (hash {i})"} for i in (1, 2)]

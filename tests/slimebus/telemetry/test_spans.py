@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from slimebus.telemetry import otel
-from slimebus.telemetry.spans import SCHEDSTAT, Spans, phases_of
+from slimebus.telemetry.spans import SCHEDSTAT, Spans, collector_of, phases_of
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -112,7 +111,7 @@ def test_phases_of_a_group_end_in_its_training_which_ends_before_the_commit() ->
 def test_without_its_packages_no_span_goes_to_opentelemetry_which_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert otel.collector_of("r", "w") is None
+    assert collector_of("r", "w") is None
     assert not caplog.records
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)

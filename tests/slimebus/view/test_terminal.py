@@ -185,3 +185,10 @@ def test_what_peers_say_cannot_command_the_terminal() -> None:
     lines = [*brief(shown, is_supervised=False), plain_line(shown, is_supervised=False), *lines_of(shown, problem=evil)]
     assert not [line for line in lines if not line.isprintable()]
     assert any(r"\x1b[2J" in line for line in lines)
+
+
+@pytest.mark.parametrize("shown", [status(), CROWDED])
+def test_a_narrow_screen_leaves_out_columns_and_cuts_none(shown: dict[str, Any]) -> None:
+    tables = [line for line in lines_of(shown, 80, 24) if line.startswith(("│ process", "│ step  reward", "│ 59 ", "│ worker-", "│ t  "))]
+    assert len(tables) > 1
+    assert not [line for line in tables if line.rstrip(" │").endswith("…")]

@@ -99,6 +99,12 @@ def test_kl_estimators_by_hand():
     assert k3(p, q).item() == pytest.approx(0.5 - 1 + math.log(2))
 
 
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5])
+def test_k3_of_a_small_difference_is_no_rounding(size):
+    d = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * size
+    assert k3(torch.zeros_like(d), d).mean().item() == pytest.approx(d.double().square().mean().item() / 2, rel=0.02)
+
+
 def test_kl_estimators_are_unbiased_over_a_distribution():
     p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.25, 0.25])
     want = float((p * (p / q).log()).sum())
