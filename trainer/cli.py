@@ -110,13 +110,11 @@ def trainer(
     """
     resolved = resolved_on_node(ctx, run_yaml)
     profile = steps_of(profile_steps) if profile_steps else None
-    from trainer.process import Debugging, launch, run_trainer
+    from trainer.process import Debugging, launch, run_critic, run_trainer
 
     debug = bool((ctx.obj or {}).get("debug"))
     launch(resolved, node_of(ctx), sys.argv[1:], max_restarts=max_restarts, debug=debug)
     if role == "critic":
-        from trainer.critic.process import run_critic
-
         if replay or profile:
             raise UsageError("--replay and --profile-steps are of --role policy; leave them out")
         return run_critic(resolved, broker, take_over=take_over, debug=debug)
@@ -142,7 +140,8 @@ def steps_of(text: str) -> range:
 def export(ctx: click.Context, run_yaml: Path | None, out: Path, step: int | None, force: bool, **node: object) -> None:
     """Write the newest checkpoint, or that of --step, as a Hugging Face directory: safetensors, config and tokenizer."""
     resolved = resolved_on_node(ctx, run_yaml)
-    from trainer.process import check_export, export_checkpoint, launch
+    from trainer.export import check_export, export_checkpoint
+    from trainer.process import launch
 
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", str(ctx.params["node_rank"] or 0))) == "0"
     if is_first:

@@ -24,7 +24,7 @@ from trainer.watch.step_watch import StepWatch
 
 log = logging.getLogger("trainer")
 
-LOOK_S = 0.2
+POLL_S = 0.2
 """How often rank 0 looks whether it is asked to stop."""
 
 
@@ -93,7 +93,7 @@ def next_batch(
         has_ended = False
         try:
             while source and not batch and not stop.is_made and time.monotonic() < until:
-                batch = source.take(step, LOOK_S)
+                batch = source.take(step, POLL_S)
         except EndOfBatches:
             has_ended = True
         mine = StepPlan(stops=True) if stop.is_made or has_ended else batch.plan(schedule, num_passes) if batch else NOT_YET

@@ -1,14 +1,16 @@
 """The process around the loop: ranks, logs, signals, the connection to the broker."""
 
+import contextlib
+import functools
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.bus.errors import SlimebusError
 from slimebus.bus.transport.request import SILENT_S
 from slimebus.config import Resolved
 from slimebus.config.engine_plan import visible
@@ -20,17 +22,23 @@ from slimebus.telemetry import logs
 from slimebus.telemetry.spans import Spans
 from trainer.arguments.checks import megatron_problems, model_problems
 from trainer.arguments.rank_settings import note_settings, shared_settings
-from trainer.checkpoint.folder import complete_checkpoints, latest_checkpoint, saved_step, step_of
+from trainer.checkpoint.folder import complete_checkpoints, saved_step
 from trainer.compat.cpu_compat import import_megatron
-from trainer.launch.launcher import Launcher
+from trainer.launch.launcher import Launcher, tell_others
 from trainer.launch.plan import LAUNCHED, NodeOptions, make_plan
-from trainer.launch.rendezvous import tell_others
-from trainer.model.determinism import make_deterministic
 from trainer.session.broker_session import BrokerSession
 from trainer.session.replay import NoPublication, ReplaySource, ReplayStart
 from trainer.session.stop_request import StopRequest
 
+if TYPE_CHECKING:
+    from trainer.critic.session import CriticSession
+    from trainer.model.policy import Policy
+
 log = logging.getLogger("trainer")
+
+Source = TypeVar("Source", "BrokerSession", "ReplaySource", "CriticSession")
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+"""Variables that torch, cuBLAS, NCCL and Transformer Engine document."""
 
 
 def launch(resolved: Resolved, node: NodeOptions, arguments: list[str], *, max_restarts: int = 0, debug: bool = False) -> None:
@@ -87,115 +95,127 @@ class Debugging(NamedTuple):
     from_step: int = 0
 
 
-def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *, take_over: bool, debug: bool) -> None:
-    """Train until the last step. Raises SlimebusError."""
-    logs.set_up("trainer", debug=debug, run_dir=resolved.run_dir)
-    stop = StopRequest(resolved.config.trainer.stop_grace_s)
+@contextlib.contextmanager
+def rank_process(
+    resolved: Resolved, role: str, connect: Callable[[], Source], stop: StopRequest, *, folder: str = "metrics", debug: bool = False
+) -> Iterator[tuple[Source | None, Spans]]:
+    """Around the work of a rank: its log, the connection of rank 0 (None elsewhere), megatron-core, its spans in RUN_DIR/folder. An error
+    of all ranks is printed once."""
+    logs.set_up(role, debug=debug, run_dir=resolved.run_dir)
     if "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHED not in os.environ:  # the ranks of a killed torchrun would train on
         end_with_parent(signal.SIGKILL)()
     os.environ.setdefault("OMP_NUM_THREADS", str(resolved.config.trainer.train_threads))
-    source: BrokerSession | ReplaySource | None = None
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # of CUDA's memory: rows are of ever new lengths
+    rank, model_dir, source = int(os.environ.get("RANK", "0")), resolved.model_dir, None
     try:
         with stop.one_rank_says_it():
-            if int(os.environ.get("RANK", "0")) == 0:
-                replay = debugging.replay
-                if replay is None:
-                    source = BrokerSession(resolved, broker, take_over=take_over)
-                else:
-                    source = ReplaySource(replay, resolved, debugging.from_step)
-            _train(resolved, source, broker, stop, debugging)
-    except KeyboardInterrupt:
-        if isinstance(source, BrokerSession) and source.has_trained:
-            saved = saved_step(resolved.run_dir / "checkpoints") or 0
-            if saved >= resolved.config.rollout.num_rollout:
-                log.warning("interrupted after the last step was saved, before the broker said that the run is finished")
-            else:
-                log.warning("interrupted without saving; the run goes on from step %d, and trains again what came after", saved)
+            source = None if rank else connect()
+            log.info("loads megatron-core and its model, %s", model_dir)
+            make_deterministic(resolved.config.megatron)
+            import_megatron()
+            import torch
+
+            torch.set_num_threads(resolved.config.trainer.train_threads)
+            spans = Spans(resolved.run_dir / folder, f"{role}-{rank}" if rank else role, run=resolved.config.name, counts_cpu=True)
+            if client := getattr(source, "client", None):
+                client.on_clock, stop.is_broker_silent = spans.compare_clock, lambda: client.silent_s >= SILENT_S
+            yield source, spans
     finally:
         if source is not None:
             source.close()
 
 
-def _train(
-    resolved: Resolved, source: BrokerSession | ReplaySource | None, broker: str | None, stop: StopRequest, debugging: Debugging
-) -> None:
-    log.info("loads megatron-core and its model, %s", resolved.model_dir)
-    make_deterministic(resolved.config.megatron)
-    import_megatron()
+def make_deterministic(megatron: Mapping[str, Any]) -> None:
+    """Have torch use deterministic kernels only, where megatron.deterministic_mode asks for it; one that has none raises. Before CUDA is
+    initialised. On CPUs the same batches give the same bits without it, with as many ranks and threads.
+    """
+    if not megatron.get("deterministic_mode"):
+        return
     import torch
 
-    from trainer.checkpoint.schedule import CheckpointSchedule
-    from trainer.loop import train
-    from trainer.model.kernels import kernels_in_use
+    for name, value in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def run_trainer(resolved: Resolved, broker: str | None, debugging: Debugging, *, take_over: bool, debug: bool) -> None:
+    """Train until the last step. Raises SlimebusError."""
+    stop = StopRequest(resolved.config.trainer.stop_grace_s)
+    if debugging.replay is not None:
+        source = functools.partial(ReplaySource, debugging.replay, resolved, debugging.from_step)
+        with contextlib.suppress(KeyboardInterrupt), rank_process(resolved, "trainer", source, stop, folder="replay", debug=debug) as rank:
+            _replay(resolved, debugging, *rank, stop)
+        return
+    connect, session = functools.partial(BrokerSession, resolved, broker, take_over=take_over), None
+    try:
+        with rank_process(resolved, "trainer", connect, stop, debug=debug) as (session, spans):
+            _train(resolved, broker, debugging, session, spans, stop)
+    except KeyboardInterrupt:
+        if session is None or not session.has_trained:
+            return
+        saved = saved_step(resolved.run_dir / "checkpoints") or 0
+        if saved >= resolved.config.rollout.num_rollout:
+            log.warning("interrupted after the last step was saved, before the broker said that the run is finished")
+        else:
+            log.warning("interrupted without saving; the run goes on from step %d, and trains again what came after", saved)
+
+
+def _build_policy(resolved: Resolved, *, is_noted: bool) -> "Policy":
+    from trainer.model.gpt import kernels_in_use
     from trainer.model.policy import Policy
     from trainer.objective.build_objective import algorithm_problems
-    from trainer.publish.publication import Publication
-    from trainer.watch.step_watch import StepWatch
 
     raise_all(algorithm_problems(resolved))
-    torch.set_num_threads(resolved.config.trainer.train_threads)
     policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
-    rank = int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        if debugging.replay is None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        if is_noted:
             settings = shared_settings(resolved.config, resolved.base, resolved.model_dir)
             note_settings(resolved.run_dir, settings, is_resumed=bool(complete_checkpoints(resolved.run_dir / "checkpoints")))
         log.info("trains %s", kernels_in_use(policy.model))
-    is_replay = debugging.replay is not None
-    folder, process = resolved.run_dir / ("replay" if is_replay else "metrics"), f"trainer-{rank}" if rank else "trainer"
-    spans = Spans(folder, process, run=resolved.config.name, counts_cpu=True)
-    watch = StepWatch(resolved, debugging.file, policy, profile=debugging.profile, is_dumping=not is_replay)
-    publication: Publication | NoPublication = NoPublication()
+    return policy
+
+
+def _replay(resolved: Resolved, debugging: Debugging, source: ReplaySource | None, spans: Spans, stop: StopRequest) -> None:
+    from trainer.loop import train
+    from trainer.watch.step_watch import StepWatch
+
+    assert debugging.replay is not None  # asked by the caller
+    with contextlib.closing(_build_policy(resolved, is_noted=False)) as policy:
+        watch = StepWatch(resolved, debugging.file, policy, profile=debugging.profile, is_dumping=False)
+        start = ReplayStart(resolved, debugging.replay, source)
+        train(policy, source, NoPublication(), start, watch, resolved.config, spans, stop)
+
+
+def _train(
+    resolved: Resolved, broker: str | None, debugging: Debugging, session: BrokerSession | None, spans: Spans, stop: StopRequest
+) -> None:
+    from trainer.checkpoint.schedule import CheckpointSchedule
+    from trainer.loop import train
+    from trainer.publish.publication import Publication
+    from trainer.watch.step_watch import StepWatch
+
+    with contextlib.closing(_build_policy(resolved, is_noted=True)) as policy:
+        watch = StepWatch(resolved, debugging.file, policy, profile=debugging.profile)
+        with contextlib.closing(Publication(resolved, policy, session.client if session else None, spans, broker)) as publication:
+            checkpoints = CheckpointSchedule(resolved, session.confirm if session else lambda: None)
+            train(policy, session, publication, checkpoints, watch, resolved.config, spans, stop)
+
+
+def run_critic(resolved: Resolved, broker: str | None, *, take_over: bool, debug: bool) -> None:
+    """Give values and learn until the run is over. Raises SlimebusError."""
+    from trainer.critic.session import CriticSession
+
+    stop = StopRequest(resolved.config.trainer.stop_grace_s)
+    connect = functools.partial(CriticSession, resolved, broker, take_over=take_over)
     try:
-        if debugging.replay is not None:
-            replayed = source if isinstance(source, ReplaySource) else None
-            train(policy, source, publication, ReplayStart(resolved, debugging.replay, replayed), watch, resolved.config, spans, stop)
-            return
-        session = source if isinstance(source, BrokerSession) else None
-        if session:
-            session.client.on_clock = spans.compare_clock
-            stop.is_broker_silent = lambda: session.client.silent_s >= SILENT_S
-        publication = Publication(resolved, policy, session.client if session else None, spans, broker)
-        checkpoints = CheckpointSchedule(resolved, session.confirm if session else lambda: None)
-        train(policy, session, publication, checkpoints, watch, resolved.config, spans, stop)
-    finally:
-        publication.close()
-        policy.close()
+        with rank_process(resolved, "critic", connect, stop, debug=debug) as (session, spans):
+            from trainer.checkpoint.schedule import CheckpointSchedule
+            from trainer.critic.critic import Critic
+            from trainer.critic.loop import run
 
-
-def check_export(resolved: Resolved, out: Path, step: int | None, *, force: bool) -> None:
-    """Raise UsageError before anything heavy is loaded: `out` is in use, or there is no such checkpoint."""
-    if not force and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty; give another path, or --force to replace it")
-    folder = resolved.run_dir / "checkpoints"
-    kept = [step_of(path) for path in complete_checkpoints(folder)]
-    if not kept:
-        raise UsageError(f"{folder}: no checkpoint; has the run saved one (trainer.save_interval)?")
-    if step is not None and step not in kept:
-        raise UsageError(f"{folder}: no checkpoint of step {step}; it has those of steps {', '.join(map(str, kept))}")
-    latest_checkpoint(folder)
-
-
-def export_checkpoint(resolved: Resolved, out: Path, step: int | None, say: Callable[[str], None]) -> int | None:
-    """Write a checkpoint, the newest or that of `step`, to `out` in Hugging Face layout; the number of steps it has trained, on rank 0
-    alone. say: told what is done now.
-
-    Raises DataError when the checkpoint is damaged.
-    """
-    say("loading megatron-core")
-    import_megatron()
-    from trainer.checkpoint.load import load_weights
-    from trainer.model.parallel import is_main_rank
-    from trainer.model.policy import Policy
-
-    say(f"building the model of {resolved.model_dir}")
-    policy = Policy.build(resolved.config, str(resolved.model_dir), resolved.base)
-    try:
-        say(f"reading the {'newest checkpoint' if step is None else f'checkpoint of step {step}'} of {resolved.run_dir / 'checkpoints'}")
-        found = load_weights(resolved.run_dir / "checkpoints", policy, step)
-        assert found is not None  # check_export() has seen it
-        say(f"writing {out}")
-        policy.save_hf(str(out))
-        return found.step if is_main_rank() else None
-    finally:
-        policy.close()
+            with contextlib.closing(Critic.build(resolved.config, str(resolved.model_dir), resolved.base)) as critic:
+                checkpoints = CheckpointSchedule(resolved, session.confirm if session else lambda: None, resolved.run_dir / "critic")
+                run(critic, session, checkpoints, critic.config, spans, stop)
+    except KeyboardInterrupt:
+        log.warning("interrupted without saving; what came after the newest checkpoint is read and learned again")

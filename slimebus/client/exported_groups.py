@@ -1,6 +1,6 @@
 """Groups as a folder of files that other tools can read: `slimebus buffer export` and the trainer's dumps write them.
 
-step_00000041/             in place of the files, one folder of them for each step: of trained samples (trainer/watch/sample_dump.py)
+step_00000041/             in place of the files, one folder of them for each step: of trained samples (trainer/watch/dumps.py)
 groups.jsonl               one group a line: what became of it, its prompt, and the headers and fields of its samples
 arrays-00000.safetensors   arrays named GROUP/SAMPLE/FIELD of the groups with this file in their line; bfloat16 as its 16 bits (uint16)
 """

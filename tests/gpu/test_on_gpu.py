@@ -42,7 +42,7 @@ def test_logprobs_and_a_step_in_bf16_are_near_those_of_transformers_in_fp32(tmp_
 
 
 def test_a_snapshot_of_gpu_tensors_is_that_of_their_copies_on_the_host() -> None:
-    from trainer.publish.snapshot import HostSnapshot
+    from trainer.publish.rank_part import HostSnapshot
 
     tensors = {"a": torch.randn(1000, 33), "b": torch.randn(7)}
     want = HostSnapshot().take(tensors.items())
@@ -53,7 +53,7 @@ def test_a_snapshot_of_gpu_tensors_is_that_of_their_copies_on_the_host() -> None
 def test_versions_of_gpu_tensors_become_each_other_by_their_deltas() -> None:
     """Copied out of GPU memory in bfloat16, encoded and applied, the bits are those of the GPU's next version."""
     from slimebus.weights.codec import delta_codec
-    from trainer.publish.snapshot import HostSnapshot
+    from trainer.publish.rank_part import HostSnapshot
 
     torch.manual_seed(0)
     weights = torch.randn(3, 1 << 20, device=DEVICE)
@@ -77,7 +77,7 @@ def test_the_share_of_the_devices_peak_is_a_share(tmp_path: Path) -> None:
     from trainer.batches.batch import Group
     from trainer.model.policy import Policy
     from trainer.session.step_batch import StepBatch
-    from trainer.watch.speed import Speed
+    from trainer.watch.step_watch import Speed
 
     shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "vocab_size": 151936}
     save_model(

@@ -40,11 +40,11 @@ from trainer.compat import cpu_compat
 cpu_compat.import_megatron()
 
 from trainer.batches.batch import Batch, Group  # noqa: E402
-from trainer.checkpoint import save  # noqa: E402
+from trainer.checkpoint import schedule  # noqa: E402
+from trainer.checkpoint.folder import Progress  # noqa: E402
 from trainer.checkpoint.load import load_checkpoint  # noqa: E402
-from trainer.checkpoint.manifest import Progress  # noqa: E402
 from trainer.checkpoint.rank_file import write_rank_file  # noqa: E402
-from trainer.checkpoint.save import BackgroundSave  # noqa: E402
+from trainer.checkpoint.schedule import BackgroundSave  # noqa: E402
 from trainer.critic.critic import Critic  # noqa: E402
 from trainer.mismatch import engine_mismatch  # noqa: E402
 from trainer.model import hf_export, parallel  # noqa: E402
@@ -55,7 +55,7 @@ from trainer.objective.group_rewards import per_group  # noqa: E402
 from trainer.objective.objective import Objective  # noqa: E402
 from trainer.objective.plugin import PolicyGradient, TokenLoss  # noqa: E402
 from trainer.objective.row import Row  # noqa: E402
-from trainer.publish.snapshot import HostSnapshot  # noqa: E402
+from trainer.publish.rank_part import HostSnapshot  # noqa: E402
 
 NONE = torch.empty(0)
 hf_export.PART_BYTES = 1  # of a model so small one rank would publish all
@@ -86,7 +86,8 @@ class SequenceRatio(PolicyGradient):
     """Knows where sequences end (GSPO's ratio), chooses over the whole optimizer step, and reads a field of the samples."""
 
     def advantages(self, batch: Batch) -> np.ndarray:
-        return per_group(batch, batch["reward"] + batch["bonus"], lambda of_group, _: of_group - of_group.mean())
+        bonus = batch["bonus"][batch.ends - 1]  # of each token of a sample the same
+        return per_group(batch, batch["reward"] + bonus, lambda of_group, _: of_group - of_group.mean())
 
     def prepare(self, part: Batch) -> dict[str, np.ndarray]:
         return {"median": np.full(part.num_tokens, np.median(part["current_logprobs"]), np.float32)}
@@ -197,11 +198,11 @@ def train(asked: dict) -> None:
     after = policy.train(batch(3))
     if asked.get("killed"):
         out.write_text(json.dumps({"after_save": after}))
-        save.write_rank_file = write_half_and_die
+        schedule.write_rank_file = write_half_and_die
         BackgroundSave(folder, policy, Progress(4, 8, policy.num_updates)).finish(keep=1)
     if "full_disk" in asked:
         if asked["full_disk"] == os.environ["RANK"]:
-            save.write_rank_file = fail_to_write
+            schedule.write_rank_file = fail_to_write
         try:
             BackgroundSave(folder, policy, Progress(4, 8, policy.num_updates)).finish(keep=1)
         except SlimebusError as bad:

@@ -55,8 +55,8 @@ from slimebus.config import RunConfig  # noqa: E402
 from slimebus.config.schema import AlgorithmConfig, BrokerConfig, TrainerConfig  # noqa: E402
 from trainer.batches.batch import Group  # noqa: E402
 from trainer.batches.packing import RankLayout, pack  # noqa: E402
+from trainer.critic.critic import loss_of_values  # noqa: E402
 from trainer.model import gpt, hf_export, parallel, update  # noqa: E402
-from trainer.model.value_update import loss_of_values  # noqa: E402
 from trainer.objective.aggregation import masked_sum  # noqa: E402
 from trainer.objective.build_objective import build_objective  # noqa: E402
 from trainer.objective.plugin_settings import names  # noqa: E402

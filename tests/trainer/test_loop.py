@@ -8,7 +8,7 @@ import pytest
 
 from slimebus.bus.errors import Fenced
 from trainer import loop
-from trainer.checkpoint.manifest import Progress
+from trainer.checkpoint.folder import Progress
 from trainer.loop import next_batch, train
 from trainer.session.broker_session import BrokerSession
 from trainer.session.step_batch import NOT_YET, StepPlan

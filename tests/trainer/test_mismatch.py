@@ -17,7 +17,7 @@ from trainer.batches.batch import Group
 from trainer.mismatch import MAX_SAMPLES, engine_mismatch, load_version, stale_samples
 from trainer.model.optimizer import GradientCosine
 from trainer.model.reference import Reference
-from trainer.publish.snapshot import HostSnapshot
+from trainer.publish.rank_part import HostSnapshot
 
 
 def sample_of(version: int, *more: tuple[int, int]) -> Sample:

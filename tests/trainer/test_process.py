@@ -28,5 +28,7 @@ def test_an_interrupted_trainer_speaks_of_lost_steps_where_it_has_trained_any(
     monkeypatch.setattr(process, "BrokerSession", Session)
     monkeypatch.setattr(process, "_train", interrupt)
     monkeypatch.setattr(process.logs, "set_up", lambda *_, **__: None)
-    run_trainer(resolve(None, {"run_dir": str(tmp_path)}, {}), None, Debugging(), take_over=False, debug=False)
+    (tmp_path / "config.json").write_text("{}")
+    resolved = resolve(None, {"run_dir": str(tmp_path), "model.hf_checkpoint": str(tmp_path)}, {})
+    run_trainer(resolved, None, Debugging(), take_over=False, debug=False)
     assert ("interrupted without saving; the run goes on from step 0" in caplog.text) is bool(metrics)

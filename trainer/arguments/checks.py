@@ -12,6 +12,8 @@ import logging
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +26,33 @@ from trainer.hf.families import ALWAYS, Family, family_of, megatron_values
 from trainer.objective.plugin_settings import known_settings, settings_of_file
 
 log = logging.getLogger("trainer")
+
+
+class Spelling(msgspec.Struct, frozen=True):
+    """One option of Megatron-LM, with underscores. value: what it stands for alone; None: the value that follows it."""
+
+    field: str
+    value: bool | str | None = None
+
+
+class OptionTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tables of option_table.yaml."""
+
+    fixed: dict[str, str]
+    forced_value: dict[str, bool]
+    needs: dict[str, str]
+    choices: dict[str, tuple[str, ...]]
+    of_the_model: frozenset[str]
+    model_options: dict[str, str]
+    spellings: dict[str, Spelling]
+    rejected_with_hint: dict[str, str]
+
+
+@cache
+def option_table() -> OptionTable:
+    """The tables, read once."""
+    return msgspec.yaml.decode(Path(__file__).with_name("option_table.yaml").read_bytes(), type=OptionTable)
+
 
 CHECK_S = 120.0
 """As long as a busy machine may take to import Megatron."""

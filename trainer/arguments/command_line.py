@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from slimebus.config import Resolved
 from slimebus.config.fields import docstrings
 from slimebus.config.flags import ExternalOption
-from trainer.arguments.checks import is_installed, megatron_problems, model_problems
-from trainer.arguments.option_table import option_table
+from trainer.arguments.checks import is_installed, megatron_problems, model_problems, option_table
 from trainer.objective.plugin_settings import known_settings
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from slimebus.bus.errors import ConfigError
 from slimebus.config.convert import describe
 from slimebus.config.schema import paths
-from trainer.arguments.option_table import Spelling, option_table
+from trainer.arguments.checks import Spelling, option_table
 
 CLASSES = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 BUILT = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)

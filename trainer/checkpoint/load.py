@@ -18,10 +18,21 @@ import torch.distributed as dist
 from slimebus.bus.errors import DataError
 from trainer.checkpoint import trained_state
 from trainer.checkpoint.boxes import overlap, slices_in
-from trainer.checkpoint.folder import latest_name, loadable_checkpoints, name_of, point_at, set_aside, step_of
-from trainer.checkpoint.manifest import MANIFEST, Manifest, Part, Progress, decode_manifest, read_manifest
+from trainer.checkpoint.folder import (
+    MANIFEST,
+    Manifest,
+    Part,
+    Progress,
+    decode_manifest,
+    latest_name,
+    loadable_checkpoints,
+    name_of,
+    point_at,
+    read_manifest,
+    set_aside,
+    step_of,
+)
 from trainer.checkpoint.rank_file import OpenFile, has_its_hash, problem_with, torch_dtype
-from trainer.checkpoint.save import is_first_of_node
 from trainer.checkpoint.trained_state import LocalBox
 from trainer.model import parallel
 from trainer.model.learner import Learner
@@ -52,7 +63,7 @@ def load_checkpoint(folder: str | Path, policy: Learner) -> Progress | None:
 
 def load_step(folder: str | Path, policy: Learner, step: int) -> Progress:
     """Continue from the checkpoint of this step and no other; every rank calls it. Raises DataError when it is not whole."""
-    return _open_whole(Path(folder) / name_of(step)).load(policy)
+    return _open_complete(Path(folder) / name_of(step)).load(policy)
 
 
 def load_weights(folder: str | Path, policy: Learner, step: int | None = None) -> Progress | None:
@@ -63,7 +74,7 @@ def load_weights(folder: str | Path, policy: Learner, step: int | None = None) -
     names = _agreed_names(Path(folder)) if step is None else [name_of(step)]
     if not names:
         return None
-    checkpoint = _open_whole(Path(folder) / names[0])
+    checkpoint = _open_complete(Path(folder) / names[0])
     checkpoint.copy_to(list(trained_state.weights(policy)))
     return checkpoint.manifest.progress
 
@@ -81,9 +92,9 @@ def _go_on_from(folder: Path, problems: dict[str, str], whole: str) -> None:
         steps = f"step {first} is" if first == last else f"steps {first} to {last} are"
         lost = f"{steps} trained again, on their samples where the broker has them"
         log.error("checkpoint %s is damaged: %s; going on from %s: %s", name, problem, whole, lost)
-        if is_first_of_node():
+        if parallel.is_first_of_node():
             set_aside(folder / name)
-    if is_first_of_node() and (folder / whole).exists() and (said := latest_name(folder)) != whole:
+    if parallel.is_first_of_node() and (folder / whole).exists() and (said := latest_name(folder)) != whole:
         if not problems:
             found = f"says {said!r}" if said is not None else "is missing"
             log.warning("%s %s: going on from the newest, %s", folder / "latest", found, whole)
@@ -108,7 +119,7 @@ def _open(path: Path) -> "_Checkpoint | str":
     return checkpoint.find_files() or checkpoint
 
 
-def _open_whole(path: Path) -> "_Checkpoint":
+def _open_complete(path: Path) -> "_Checkpoint":
     """As _open. Raises DataError for what is wrong with it."""
     checkpoint = _open(path)
     if not isinstance(checkpoint, _Checkpoint):
@@ -149,22 +160,16 @@ class _Checkpoint:
 
     def load(self, policy: Learner) -> Progress:
         """Copy all of it into the policy."""
-        state = list(trained_state.optimizer_state(policy))
-        self.copy_to([*trained_state.weights(policy), *state])
-        self._load_reference(policy)
+        has_reference = any(key.startswith(f"{trained_state.REFERENCE}.") for key in self.manifest.shapes)
+        for part in trained_state.contents(policy, has_reference=has_reference):
+            self.copy_to(part)
+        if policy.reference is not None:  # one that was not refreshed is that of the model's folder, which the policy was built with
+            policy.reference.is_refreshed |= has_reference
         trained_state.set_adam_step(policy, self.manifest.adam_step)
         self._load_random_state()
         progress = self.manifest.progress
         policy.num_updates = progress.num_updates
         return progress
-
-    def _load_reference(self, policy: Learner) -> None:
-        """The reference that was refreshed; one that was not is that of the model's folder, which the policy was built with."""
-        if policy.reference is None or not any(key.startswith(f"{trained_state.REFERENCE}.") for key in self.manifest.shapes):
-            return
-        with policy.reference.swapped_in():
-            self.copy_to(list(trained_state.reference_weights(policy)))
-        policy.reference.is_refreshed = True
 
     def _load_random_state(self) -> None:
         now = trained_state.layout()

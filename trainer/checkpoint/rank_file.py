@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 
 from slimebus.weights.tensors import SAFETENSORS_CODES, SAFETENSORS_DTYPES, host_bytes, safetensors_header
-from trainer.checkpoint.manifest import Part, RankFile
+from trainer.checkpoint.folder import Part, RankFile
 from trainer.checkpoint.trained_state import LocalBox
 
 ALIGN = 64

@@ -45,6 +45,14 @@ class LocalBox(NamedTuple):
         return self.offset, self.shape
 
 
+def contents(policy: Learner, *, has_reference: bool) -> Iterator[list[LocalBox]]:
+    """All that a checkpoint holds but random states, to be saved or to be filled: each list before the next is asked for."""
+    yield [*weights(policy), *optimizer_state(policy)]
+    if policy.reference is not None and has_reference:
+        with policy.reference.swapped_in():
+            yield list(reference_weights(policy))
+
+
 def weights(policy: Learner) -> Iterator[LocalBox]:
     """The model's parameters and buffers on this rank."""
     optimized = {parameter for part in optimizers(policy) for buffer in part.buffers for parameter in buffer.param_index_map}

@@ -41,9 +41,9 @@ def install() -> None:
     import torch
 
     renew_collectives(torch.distributed)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asserted by TP + sequence parallel
     if torch.cuda.is_available() or hasattr(torch, MARK):
         return
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asserted by TP + sequence parallel
     setattr(torch, MARK, True)
     keep_freed_memory()
     # these build their tables of torch names once, and must see the originals
@@ -134,7 +134,7 @@ def bridge_collectives(dist: Any) -> None:
     dist.all_to_all_single = all_to_all_single
 
 
-class Done:
+class NullCudaObject:
     """A CUDA stream or event on a machine where everything has already happened: each of its methods does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -145,8 +145,8 @@ class Done:
 
 def bridge_streams(torch: Any) -> None:
     """One stream, always current, always done."""
-    cuda, current = torch.cuda, Done()
-    cuda.Stream = cuda.Event = Done
+    cuda, current = torch.cuda, NullCudaObject()
+    cuda.Stream = cuda.Event = NullCudaObject
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: current
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.set_stream = cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None

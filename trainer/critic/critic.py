@@ -4,21 +4,25 @@ N tokens of the batch   T tokens of one sample
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 
 from slimebus.bus.errors import ConfigError
 from slimebus.config import RunConfig
 from trainer.algorithms.ppo import Ppo
 from trainer.batches.batch import Batch, Column, Group
-from trainer.model import update
+from trainer.batches.packing import MicroBatch
+from trainer.model import parallel, update
 from trainer.model.learner import Learner
 from trainer.model.optimizer import gather_weights
-from trainer.model.value_update import loss_of_values
-from trainer.objective.aggregation import token_weights
+from trainer.model.update import loss_scale
+from trainer.objective.aggregation import masked_sum, token_weights
 from trainer.objective.objective import Objective
 from trainer.objective.returns import gae, token_rewards
+from trainer.objective.row import DeviceColumns
 
 
 class Critic(Learner):
@@ -107,3 +111,34 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
     """1 - Var(returns - values) / Var(returns): 1 for perfect values, 0 for a constant; 0 too where all returns are equal."""
     spread = np.var(returns) if len(returns) else 0.0
     return float(1 - np.var(returns - values) / spread) if spread > 0 else 0.0
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2 per token, and where the clip took the gradient away.
+
+    Baselines' PPO2; Engstrom et al., "Implementation Matters in Deep Policy Gradients" (2020), section 3. slime leaves out the half.
+    """
+    near = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    free, bound = (values - returns).square(), (near - returns).square()
+    return 0.5 * torch.maximum(free, bound), (bound > free).float()
+
+
+def loss_of_values(part: Batch, num_tokens: int, num_rows: int, value_clip: float) -> Any:
+    """As update.loss_of_row; entry t of a column is the value of what stands before tokens[t].
+
+    `part` has the columns `values` (from when it came), `returns` and `loss_weight`.
+    """
+    columns, scale = DeviceColumns(part, parallel.device()), loss_scale(num_rows)
+
+    def reduce(micro: MicroBatch, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def at(name: str) -> torch.Tensor:
+            return columns.at(name, micro.source, micro.sample).masked_fill(micro.loss_mask == 0, 0.0)
+
+        per_token, clipped = value_loss(values, at("values"), at("returns"), value_clip)
+        loss = masked_sum(per_token * at("loss_weight"), micro.loss_mask)
+        report = {"loss": loss.detach() * num_tokens, "value_clipfrac": masked_sum(clipped, micro.loss_mask)}
+        return loss * scale, report
+
+    return reduce

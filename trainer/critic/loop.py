@@ -20,7 +20,7 @@ from trainer.critic.session import CriticSession
 from trainer.model import parallel
 from trainer.session.stop_request import BROADCAST_INTERVAL_S, StopRequest
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """How often rank 0 looks whether it is asked to stop."""
 
 
@@ -77,7 +77,7 @@ def next_groups(session: CriticSession | None, max_steps: int, stop: StopRequest
     while True:
         new, mine, until = None, NOT_YET, time.monotonic() + BROADCAST_INTERVAL_S
         while session and mine == NOT_YET and time.monotonic() < until:
-            new = [] if stop.is_made else session.take(LOOK_S)
+            new = [] if stop.is_made else session.take(POLL_S)
             mine = CriticPlan(stops=True) if stop.is_made else plan_for(session, new, max_steps)
         plan = parallel.share(mine if session else None, CriticPlan)
         if plan != NOT_YET:

@@ -28,6 +28,7 @@ class CriticSession:
         keys: str | Path = resolved.keys_path or ""
         address, timeout_s = broker_address(resolved, broker), self.config.broker.connect_timeout_s
         self.consumer = Consumer(address, name=NAME, timeout_s=timeout_s, keys=keys, take_over=take_over)
+        self.client = self.consumer.client
         self.writer = MetricsWriter(resolved.run_dir / "metrics", NAME, tensorboard=self.config.trainer.tensorboard)
         self.needs = ["reference_logprobs"] if self.config.algorithm.kl_coef else []
         self.read: list[ConsumedGroup] = []
@@ -117,7 +118,7 @@ class CriticSession:
         Raises Fenced when another has taken its place.
         """
         try:
-            self.consumer.client.call(Heartbeat(), timeout_s=self.consumer.patience_s(BROKER_AWAY_S))
+            self.client.call(Heartbeat(), timeout_s=self.consumer.patience_s(BROKER_AWAY_S))
         except Unreachable:
             if not self.consumer.is_finished:
                 raise

@@ -60,7 +60,7 @@ def write_folder(
 ) -> None:
     """A model directory that transformers reloads: the planned `tensors`, in any order, and the small files of `source`.
 
-    Written beside `folder` and renamed, so a reader never sees half of it; what was there is replaced.
+    RankReport beside `folder` and renamed, so a reader never sees half of it; what was there is replaced.
     """
     target = Path(folder)
     building = target.with_name(target.name + ".part")

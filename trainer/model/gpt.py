@@ -3,16 +3,19 @@
 import functools
 import logging
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slimebus.config import RunConfig
@@ -20,11 +23,9 @@ from slimebus.config.schema import TrainerConfig
 from trainer.arguments.megatron_options import make_config, split_megatron_options
 from trainer.compat import cpu_compat, te_compat
 from trainer.hf.families import Family
-from trainer.hf.hf_config import hf_map, read_hf_config, rotary_percent, transformer_fields
-from trainer.hf.hf_map import HfMap
+from trainer.hf.hf_map import HfMap, hf_map, read_hf_config, rotary_percent, transformer_fields
 from trainer.model import parallel
 from trainer.model.hf_load import load_weights
-from trainer.model.value_head import put_value_head
 
 log = logging.getLogger("trainer")
 
@@ -183,3 +184,56 @@ def add_post_norms(block: Any) -> None:
         attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
         attention.linear_proj = with_post_norm(attention.linear_proj, block.layer_norm)
         mlp.linear_fc2 = with_post_norm(mlp.linear_fc2, block.layer_norm)
+
+
+class ValueHead(torch.nn.Module):
+    """[s, b, 1] f32 from hidden states [s, b, h], called as megatron's output layer. Zero at first: all values begin at 0.
+
+    Whole on each tensor-parallel rank; with sequence parallelism each computes its part of s, and all get all of it.
+    """
+
+    def __init__(self, settings: Any, device: torch.device) -> None:
+        super().__init__()
+        self.sequence_parallel = bool(settings.sequence_parallel)
+        self.weight = torch.nn.Parameter(torch.zeros(1, settings.hidden_size, dtype=settings.params_dtype, device=device))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=settings.params_dtype, device=device))
+        for parameter in self.parameters():  # megatron then adds up the gradients of the parts
+            parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[torch.Tensor, None]:
+        values = functional.linear(hidden.float(), self.weight.float(), self.bias.float())
+        if self.sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def put_value_head(gpt: Any, device: torch.device) -> None:
+    """Replace the output layer of a loaded GPTModel; every pipeline stage calls it."""
+    if gpt.post_process:
+        gpt.output_layer = ValueHead(gpt.config, device)
+    gpt.share_embeddings_and_output_weights = False  # the embedding is no output layer any more
+
+
+INSTALL = "pip install --no-build-isolation 'slimebus[gpu]'"
+
+
+def kernels_in_use(model: Model) -> str:
+    """One line: device, dtype, attention and norm with the reason."""
+    dtype = str(model.config.params_dtype).removeprefix("torch.")
+    if not torch.cuda.is_available():
+        return f"on CPU in {dtype}: attention and RMSNorm of slimebus in plain torch, as torch finds no CUDA device"
+    where = f"on {torch.cuda.get_device_name()} in {dtype}"
+    if not gpt_layer_specs.HAVE_TE:
+        return f"{where}: torch's scaled_dot_product_attention and RMSNorm, as Transformer Engine is not installed ({INSTALL})"
+    backend, flash = model.config.attention_backend.name, version_of("flash-attn")
+    by_itself = f"chosen from flash-attn {flash} and cuDNN" if flash else "of cuDNN, as flash-attn is not installed"
+    attention = by_itself if backend == "auto" else f"as megatron.attention_backend says: {backend}"
+    return f"{where}: RMSNorm of Transformer Engine {version_of('transformer-engine')}, its attention {attention}"
+
+
+def version_of(package: str) -> str:
+    """Of an installed package; empty where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

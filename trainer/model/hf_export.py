@@ -62,7 +62,8 @@ class HfExport:
             for found in of_rank:
                 self.owned.setdefault(found.name, found)
         self.owners = sorted({0, *(found.rank for found in self.owned.values())})
-        self.parameters = [one for one in parameters if self.owned[self.hf.rule(one.name).names[0]].rank == one.owner]
+        owner_of = {name: found.rank for name, found in self.owned.items()}
+        self.parameters = [one for one in parameters if owner_of.get(self.hf.rule(one.name).names[0]) == one.owner]
 
     def _dealt(self, held: Sequence[tuple[str, Any]], replica: int, num_replicas: int) -> list[Parameter]:
         """Of the parameters that all `num_replicas` groups hold a copy of, those that this rank's group exports, each with its owner."""

@@ -29,7 +29,7 @@ def build_optimizer(config: RunConfig, model: Model) -> Any:
     }
     check_architecture(model.config, config.megatron)
     options = split_megatron_options(config.megatron)["OptimizerConfig"]
-    optimizer = get_megatron_optimizer(make_config(OptimizerConfig, chosen | options), [model.module])
+    optimizer = get_megatron_optimizer(make_config(OptimizerConfig, chosen | options), [model.module], use_gloo_process_groups=False)
     for group in optimizer.param_groups:  # Megatron's scheduler, which is not used, would leave norms and biases undecayed
         group["weight_decay"] = optimizer.config.weight_decay * group["wd_mult"]
     model.config.grad_scale_func = optimizer.scale_loss

@@ -21,9 +21,9 @@ log = logging.getLogger("trainer")
 
 PIECE_BYTES = 4 << 20
 """The store takes 8 MiB as one value; a part of 100,000 tensors is larger."""
-LOOK_S, SLOW_LOOK_S = 0.01, 0.2
+POLL_S, SLOW_POLL_S = 0.01, 0.2
 """Looked for, not waited for in the store: its waits end with a page of warnings."""
-SAY_S = 30.0
+LOG_INTERVAL_S = 30.0
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -82,7 +82,7 @@ class PartExchange:
             while not self._store.check([f"{self._lineage}/end"]):
                 if time.monotonic() >= deadline:
                     return False
-                self._closing.wait(SLOW_LOOK_S)
+                self._closing.wait(SLOW_POLL_S)
         except RuntimeError:  # the store went with the process that held it
             log.debug("the store of the ranks is gone")
         return True
@@ -95,14 +95,14 @@ class PartExchange:
         key = self._key(version, rank)
         started = said = time.monotonic()
         while not self._store.check([key]):
-            self._closing.wait(LOOK_S)
+            self._closing.wait(POLL_S)
             now = time.monotonic()
             if self._closing.is_set():
                 raise WeightsError(f"version {version} is not announced; this trainer is leaving")
             if now >= deadline:
                 waited = f"rank {rank} did not complete its part in {now - started:.0f} s; see that rank's log"
                 raise FatalWeightsError(f"version {version} is not announced: {waited}")
-            if now - said > SAY_S:
+            if now - said > LOG_INTERVAL_S:
                 said = now
                 log.warning("version %d waits for the part of rank %d, for %.0f s so far", version, rank, now - started)
         part = self._read(key)

@@ -20,8 +20,7 @@ from slimebus.telemetry.metrics import MetricsWriter
 from slimebus.weights.tensors import hash_bytes, host_bytes
 from trainer.batches.batch import Group
 from trainer.batches.flatten import check_sample, is_failed
-from trainer.checkpoint.folder import complete_checkpoints, step_of
-from trainer.checkpoint.manifest import Progress
+from trainer.checkpoint.folder import Progress, complete_checkpoints, step_of
 from trainer.session.step_batch import EndOfBatches, StepBatch, lag_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.sample_table import oldest_version
 from slimebus.bus.samples import Sample
 from trainer.batches.batch import Group
-from trainer.checkpoint.manifest import Progress
+from trainer.checkpoint.folder import Progress
 
 ZERO_VARIANCE = "zero_variance"
 NUM_QUANTILES = 21

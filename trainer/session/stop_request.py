@@ -15,11 +15,11 @@ log = logging.getLogger("trainer")
 
 BROADCAST_INTERVAL_S = 60.0
 """How often the ranks that wait for rank 0 hear that it still waits for a batch; far below the timeout of their collectives."""
-SAME_ERROR_S = 5.0
+RANK0_ERROR_GRACE_S = 5.0
 """How long a rank other than 0 that fails lets rank 0 say what is wrong: mostly it is the same, and the launcher then ends the others."""
 FIRST_ERROR_S = 2.0
 """How long rank 0 waits with an error that may be the death of another rank: the launcher, which names that one, ends it meanwhile."""
-LOOK_S = 5
+POLL_S = 5
 """How often after the signal the deadline is looked at, and whether the broker, which may have been stopped too, still answers."""
 
 
@@ -51,15 +51,15 @@ class StopRequest:
     @staticmethod
     @contextlib.contextmanager
     def one_rank_says_it() -> Iterator[None]:
-        """An error leaves rank 0 first and the others after SAME_ERROR_S, so that one of all ranks is printed once, and no rank says only
-        that another one is gone. The launcher gets its last line, for all nodes."""
+        """An error leaves rank 0 first and the others after RANK0_ERROR_GRACE_S, so that one of all ranks is printed once, and no rank
+        says only that another one is gone. The launcher gets its last line, for all nodes."""
         try:
             yield
         except Exception as bad:
             if LAUNCHED in os.environ:
                 os.write(int(os.environ[LAUNCHED]), f"{type(bad).__name__}: {str(bad).strip().rpartition(chr(10))[2]}".encode())
             if os.environ.get("RANK", "0") != "0":
-                time.sleep(SAME_ERROR_S)
+                time.sleep(RANK0_ERROR_GRACE_S)
             elif "RANK" in os.environ and not isinstance(bad, SlimebusError):
                 time.sleep(FIRST_ERROR_S)
             raise
@@ -67,7 +67,7 @@ class StopRequest:
     def keep_deadline(self) -> None:
         """Let the deadline of a signal that came within `deferred` hold for what follows it, too."""
         if self.is_made:
-            signal.alarm(LOOK_S)
+            signal.alarm(POLL_S)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -82,4 +82,4 @@ class StopRequest:
         else:
             self.is_made, self._deadline = True, now + self.grace_s
             log.info("%s: saving a checkpoint when this step is done, for %.0f s at most", signal.Signals(number).name, self.grace_s)
-        signal.alarm(LOOK_S)
+        signal.alarm(POLL_S)

@@ -1,14 +1,18 @@
-"""A step that went wrong, on disk: its batch and what else it takes to train it again.
+"""Steps on disk, each in the files of an export, for `slimebus view` and `slimebus trainer --replay`: those that went wrong, with what else
+it takes to train them again, and the newest samples of the run.
 
 RUN_DIR/dumps/step_00000041-nonfinite/
   groups.jsonl, arrays-00000.safetensors   the batch (slimebus/client/exported_groups.py)
   batches.jsonl                            the step, its version, its groups
   random_00000.safetensors                 the random state of each rank before the step
   dump.json                                the reason, the step's metrics, the config, the step of the newest checkpoint
+RUN_DIR/samples/step_00000041/             the batch of a step that went well
 """
 
+import contextlib
 import logging
 import math
+import shutil
 import statistics
 from collections import deque
 from pathlib import Path
@@ -17,7 +21,7 @@ import msgspec
 import torch
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.client.exported_groups import BATCHES_FILE, write_arrays, write_groups
+from slimebus.client.exported_groups import BATCHES_FILE, SAMPLES_FOLDER, read_groups, step_folders, write_arrays, write_groups
 from slimebus.config import Resolved
 from trainer.checkpoint.folder import saved_step
 from trainer.session.replay import random_file
@@ -99,3 +103,48 @@ def write_batch(target: Path, batch: StepBatch) -> None:
     """A batch in the files of an export. Raises OSError, also where it has more than MAX_BYTES."""
     write_groups(target, ((group.id, group.samples) for group in batch.groups), max_bytes=MAX_BYTES)
     (target / BATCHES_FILE).write_bytes(msgspec.json.encode({"step": batch.step, **batch.record()}) + b"\n")
+
+
+class SampleDump:
+    """At most `limit` samples under run_dir, of the newest steps, whole groups only."""
+
+    def __init__(self, run_dir: Path, limit: int) -> None:
+        self.folder, self.limit = run_dir / SAMPLES_FOLDER, limit
+        self._counts: dict[int, int] = {}
+        for step, place in step_folders(self.folder).items():
+            count = limit  # of one that a power cut left unreadable: it is the first to go
+            with contextlib.suppress(SlimebusError):
+                count = sum(group.num_samples for group in read_groups(place))
+            self._counts[step] = count
+
+    def add(self, batch: StepBatch) -> None:
+        """Keep a step that was trained, in place of the oldest ones, and of what another timeline had from this step on.
+
+        Of a batch of more than `limit` samples the first groups are kept. What cannot be written is logged.
+        """
+        kept, count = [], 0
+        for group in batch.groups:
+            if count + len(group.samples) <= self.limit:
+                kept.append(group)
+                count += len(group.samples)
+        if not kept:
+            return
+        try:
+            unfinished = self.folder / ".unfinished"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            write_batch(unfinished, msgspec.structs.replace(batch, groups=kept))
+            self._make_room(batch.step, count)
+            unfinished.rename(self._place(batch.step))
+            self._counts[batch.step] = count
+        except (OSError, SlimebusError) as bad:
+            log.error("the samples of step %d cannot be kept: %s", batch.step, bad)
+
+    def _make_room(self, step: int, count: int) -> None:
+        for old in sorted(self._counts):
+            if old >= step or sum(self._counts.values()) + count > self.limit:
+                del self._counts[old]
+                shutil.rmtree(self._place(old), ignore_errors=True)  # someone may have removed it
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"

@@ -12,9 +12,9 @@ from slimebus.cli.root import root
 from slimebus.config.flags import META, ExternalOption, other_names
 from slimebus.config.schema import paths
 from trainer.arguments import command_line
+from trainer.arguments.checks import option_table
 from trainer.arguments.command_line import TrainerOptions, help_text
 from trainer.arguments.megatron_options import options, read_options, spellings, split_megatron_options
-from trainer.arguments.option_table import option_table
 from trainer.objective.plugin_settings import known_settings
 
 ROOT = Path(__file__).parents[3]

@@ -9,19 +9,18 @@ import pytest
 import torch
 
 from slimebus.bus.errors import SlimebusError
-from trainer.checkpoint import folder, save
-from trainer.checkpoint.folder import oldest_step, saved_step
+from trainer.checkpoint import folder
+from trainer.checkpoint import schedule as saving
+from trainer.checkpoint.folder import Progress, oldest_step, saved_step
 from trainer.checkpoint.load import load_checkpoint
-from trainer.checkpoint.manifest import Progress
-from trainer.checkpoint.save import BackgroundSave
-from trainer.checkpoint.schedule import CheckpointSchedule
+from trainer.checkpoint.schedule import BackgroundSave, CheckpointSchedule
 
 
 @pytest.fixture
 def slow_disk(monkeypatch):
     """Files are written once it is set."""
-    may_write, write = threading.Event(), save.write_rank_file
-    monkeypatch.setattr(save, "write_rank_file", lambda *args: may_write.wait() and write(*args))
+    may_write, write = threading.Event(), saving.write_rank_file
+    monkeypatch.setattr(saving, "write_rank_file", lambda *args: may_write.wait() and write(*args))
     yield may_write
     may_write.set()
 
@@ -40,7 +39,7 @@ def test_training_goes_on_while_it_is_written_and_it_holds_the_step_at_which_it_
     policy.train(make_batch(0))
     saving = BackgroundSave(tmp_path, policy, Progress(1, 1, policy.num_updates))
     straight = [policy.train(make_batch(step)) for step in (1, 2)]
-    assert not saving.is_whole()
+    assert not saving.is_written()
     assert saved_step(tmp_path) is None
     slow_disk.set()
     saving.finish(keep=2)
@@ -49,7 +48,7 @@ def test_training_goes_on_while_it_is_written_and_it_holds_the_step_at_which_it_
     assert [resumed.train(make_batch(step)) for step in (1, 2)] == straight
 
 
-def test_samples_are_freed_only_under_a_checkpoint_that_is_whole(slow_disk, tied_model, build_policy, tmp_path):
+def test_samples_are_freed_only_under_a_checkpoint_that_is_written(slow_disk, tied_model, build_policy, tmp_path):
     policy, checkpoints = build_policy(tied_model), schedule(tmp_path, interval=2)
     assert [checkpoints.save_if_due(policy, step, step) for step in (1, 2, 3)] == [0, 0, 0]
     slow_disk.set()
@@ -75,7 +74,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run_and_fails_the_last_one(t
     policy, checkpoints = build_policy(tied_model), schedule(tmp_path)
     checkpoints.save_if_due(policy, 1, 1)
     checkpoints._writing._file.exception()
-    monkeypatch.setattr(save, "write_rank_file", full)
+    monkeypatch.setattr(saving, "write_rank_file", full)
     checkpoints.save_if_due(policy, 2, 2)
     checkpoints._writing._file.exception()
     assert checkpoints.save_if_due(policy, 3, 3) == 1

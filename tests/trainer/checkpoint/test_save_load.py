@@ -7,9 +7,8 @@ import torch
 from saved_checkpoint import save_checkpoint
 
 from slimebus.bus.errors import DataError, Fenced
-from trainer.checkpoint.folder import latest_checkpoint
+from trainer.checkpoint.folder import Progress, latest_checkpoint
 from trainer.checkpoint.load import load_checkpoint
-from trainer.checkpoint.manifest import Progress
 
 
 def weights(policy):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from trainer.batches.packed_layout import PackedLayout, packed_parameters, zigzag_positions
 from trainer.compat.attention import PackedAttention, rotate
-from trainer.compat.norm import rms_norm
+from trainer.compat.te_compat import rms_norm
 
 
 @pytest.fixture

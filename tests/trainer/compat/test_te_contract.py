@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from trainer.compat import te_compat
 from trainer.compat.attention import PackedAttention, rotate_packed
-from trainer.compat.norm import RMSNorm
+from trainer.compat.te_compat import RMSNorm
 
 CORE = Path(str(megatron.core.__file__)).parent
 TE, PROVIDER = CORE / "extensions" / "transformer_engine.py", CORE / "extensions" / "transformer_engine_spec_provider.py"

@@ -17,9 +17,8 @@ from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
 from slimebus.cli.root import exit_code
 from slimebus.process.launch import free_port
 from trainer.launch import launcher
-from trainer.launch.launcher import Launcher
+from trainer.launch.launcher import Launcher, NodeConnection, rendezvous, tell_others
 from trainer.launch.plan import Plan
-from trainer.launch.rendezvous import NodeConnection, rendezvous, tell_others
 
 
 @pytest.fixture(autouse=True)

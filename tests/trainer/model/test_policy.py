@@ -12,11 +12,10 @@ from tiny_model import save_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from slimebus.bus.errors import ConfigError, SlimebusError
+from slimebus.bus.errors import SlimebusError
 from slimebus.bus.samples import Sample
 from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from trainer.algorithms.grpo import Grpo
-from trainer.arguments.megatron_options import split_megatron_options
 from trainer.batches.batch import Group
 from trainer.model import update
 from trainer.objective.objective import Objective
@@ -477,23 +476,3 @@ def test_weight_decay_shrinks_matrices_and_leaves_norms_as_they_are(tied_model, 
     without, decayed = trained(0.0), trained(0.1)
     changed = {name for name, tensor in without.items() if not torch.equal(tensor, decayed[name])}
     assert changed == {name for name, tensor in without.items() if tensor.dim() > 1}
-
-
-def test_unknown_megatron_option_names_the_nearest(tied_model, build_policy):
-    with pytest.raises(ConfigError, match="did you mean 'recompute_granularity'"):
-        split_megatron_options({"recompute_granularty": "full"})
-    assert split_megatron_options({"adam_eps": 1e-7})["OptimizerConfig"] == {"adam_eps": 1e-7}
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("tensor_model_parallel_size", "set trainer.tensor_model_parallel_size"),
-        ("sequence_parallel", "set trainer.sequence_parallel"),
-        ("lr", "set optimizer.lr"),
-        ("virtual_pipeline_model_parallel_size", "each rank has one chunk of the model"),
-    ],
-)
-def test_what_another_section_decides_is_refused_under_megatron(name, remedy):
-    with pytest.raises(ConfigError, match=f"megatron.{name}: .*{remedy}"):
-        split_megatron_options({name: 2})

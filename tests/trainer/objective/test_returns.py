@@ -7,7 +7,7 @@ from loss_rows import batch_of
 
 from slimebus.config.schema import AlgorithmConfig
 from trainer.batches.batch import Batch
-from trainer.model.value_update import value_loss
+from trainer.critic.critic import value_loss
 from trainer.objective.returns import discounted_sums, gae, token_rewards, whitened
 
 

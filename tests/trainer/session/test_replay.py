@@ -20,7 +20,7 @@ from slimebus.config import RunConfig
 from slimebus.config.schema import AlgorithmConfig, OptimizerConfig, RolloutConfig
 from slimebus.telemetry.spans import Spans
 from trainer.loop import train
-from trainer.model.determinism import make_deterministic
+from trainer.process import make_deterministic
 from trainer.session.replay import NoPublication, ReplaySource, ReplayStart, random_file
 from trainer.watch.step_watch import StepWatch
 

@@ -101,7 +101,7 @@ def test_an_error_of_all_ranks_leaves_rank_0_first(stop: StopRequest, monkeypatc
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(ConfigError, match="wrong"), stop.one_rank_says_it():
             raise ConfigError("wrong")
-    assert slept == [stop_request.SAME_ERROR_S]
+    assert slept == [stop_request.RANK0_ERROR_GRACE_S]
 
 
 def test_an_error_of_torch_lets_the_rank_that_died_be_seen_first(stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:

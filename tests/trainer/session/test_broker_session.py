@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainer.session.eval_forwarder import Tracker, scalars
+from trainer.session.broker_session import Tracker, scalars
 
 STATUS: dict[str, Any] = {
     "step": 7,
@@ -31,7 +31,7 @@ STATUS: dict[str, Any] = {
 }
 
 
-class Written:
+class RankReport:
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, Any]]] = []
 
@@ -49,7 +49,7 @@ def test_workers_are_summed_and_their_seconds_averaged() -> None:
 
 def test_an_evaluation_is_told_once_at_its_own_step() -> None:
     tracker = Tracker.__new__(Tracker)
-    written: Any = Written()
+    written: Any = RankReport()
     tracker.writer, tracker._told = written, set()
     tracker.track(STATUS)
     tracker.track(STATUS)

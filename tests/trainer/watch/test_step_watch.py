@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.watch.speed import peak_flops, step_flops, used_parameters
+from trainer.watch.step_watch import peak_flops, step_flops, used_parameters
 
 
 def test_a_token_costs_six_operations_a_parameter_and_twelve_for_each_attended_token() -> None:
