@@ -32,6 +32,7 @@ class Invariants:
         self._turns = 0
         self._in_charge = self._durably_in_charge = b""
         self._left: dict[str, str] = {}
+        self._had_drawn = 0
         self._freed: set[str] = set()
         self._freed_before: dict[str, set[str]] = {}
         """Lineage of a trainer that began anew -> what was freed before it."""
@@ -104,6 +105,7 @@ class Invariants:
 
     def before(self, machine: Machine, events: list[Event]) -> None:
         self._asked, self._diverged, self._begins_anew = [], False, False
+        self._had_drawn = machine.state.meta.cursor
         self._leased_before = set(machine.state.groups.by_lease)  # by the clock an earlier turn may be the same moment
         for event in events:
             self._note_divergence(machine.state, event)
@@ -144,6 +146,7 @@ class Invariants:
                 self._note_rejected(event.to.peer, event.message.step)
             if isinstance(event.message, m.Resume) and isinstance(replies.get(event.to), m.Ok):
                 self._in_charge = event.to.peer
+                self._note_skipped(machine.state)
                 if self._begins_anew:  # what was freed is to be sampled again: from here on it counts as lost
                     self._freed_before[event.message.lineage] = self._freed
                     self._freed, self._left = set(), {}
@@ -160,6 +163,12 @@ class Invariants:
                 self._check_bound(message)
             elif isinstance(message, m.LeaseReply) and message.groups:
                 self._check_grant(machine.state, message)
+
+    def _note_skipped(self, state: State) -> None:
+        """A broker that lost all it knew skips as many prompts as the trainer says it has trained; docs/protocol.md, `resume`."""
+        if self._had_drawn == 0 and self.world.account.lost_suffix:
+            skipped = {self.world.scenario.source.id_at(position) for position in range(state.meta.cursor)}
+            self._freed |= skipped - state.groups.by_id.keys()
 
     def _living(self, state: State, event: Event) -> list[str]:
         """Who has the place that a hello asks for, is connected and was heard."""

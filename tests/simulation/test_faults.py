@@ -81,6 +81,24 @@ def test_prompts_that_were_freed_before_a_resume_count_as_lost_unless_the_power_
     assert ("freed" in watch._freed) == is_torn_off
 
 
+def test_prompts_that_a_broker_without_any_record_skips_are_not_lost() -> None:
+    world = World(0, faults=False)
+    world.account.lost_suffix = True
+    machine, watch = world.broker.machine, world.invariants
+    assert machine is not None
+    asked = [
+        m.Hello(role="trainer", instance="i"),
+        m.Resume(step=1, version=world.version_of(1), lineage="after the power cut", parent="before it"),
+    ]
+    for number, message in enumerate(asked):
+        epoch = machine.state.clients["t9"].epoch if number else 0
+        event = Event(to=Address(b"i", number + 1), sender="t9", epoch=epoch, run="sim" if number else "", message=message)
+        watch.before(machine, [event])
+        watch.applied(machine, [event], machine.apply([event], 0.0))
+    assert machine.state.meta.cursor == world.rules.batch_size
+    watch._check_prompts(machine.state)
+
+
 def test_a_seed_replays_to_the_same_event_in_another_process() -> None:
     """Strings hash differently in each process; nothing may depend on it."""
     command = [sys.executable, str(ROOT / "tests" / "simulation" / "simtest.py"), "--seed", "7", "--trace"]
