@@ -118,7 +118,7 @@ def test_hints_reach_keys_that_are_allowed_and_stop_when_they_are_revoked(live: 
     wait_until("end of it", lambda: not [c for c in live.status()["clients"] if c["name"] == "listener-node2"])
     time.sleep(1.0)
     before = {key: len(hints) for key, hints in heard.items()}
-    publish(trainer, 0, address="tcp://other")
+    publish(trainer, 0, address="tcp://127.0.0.1:2")
     wait_until("hint", lambda: len(heard["rollout"]) > before["rollout"])
     assert len(heard["node2"]) == before["node2"], "the revoked one hears no more"
     assert strange == []
