@@ -43,8 +43,7 @@ def test_the_samples_of_an_environment_are_trained(tmp_path: Path, task: Path, m
         shutil.copytree(ROOT / "tests/fixtures/environment/sums", tmp_path / "sums")
         (tmp_path / "watch.py").write_text(HOOKS)
         run.start_all()
-        run.complete()
-        run.assert_accounted(STEPS)
+        run.complete(STEPS)
         rows = run.rows("trainer")
         assert len(rows) == STEPS
         assert any(row["grad_norm"] > 0 for row in rows), rows
