@@ -7,7 +7,7 @@ import pytest
 from made_samples import frames, made
 
 from broker.buffer_filter import ReadyGroup, buffer_filter
-from broker.state.leases import mean_and_deviation
+from broker.state.groups import mean_and_deviation
 from broker.state.records import BatchWanted
 from slimebus.bus import messages as m
 from slimebus.bus.errors import HookError

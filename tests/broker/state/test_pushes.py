@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.state import prompts, pushes
+from broker.state import prompts
 from slimebus.bus import messages as m
 
 
@@ -151,7 +151,7 @@ def test_prompts_that_were_freed_are_not_kept_and_are_counted_where_the_run_begi
 
 
 def test_the_oldest_keys_are_forgotten_beyond_a_bound(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pushes, "MAX_KEYS", 2)
+    monkeypatch.setattr(prompts, "MAX_KEYS", 2)
     for key in "abc":
         _push(desk, key, key)
     desk.restart()
