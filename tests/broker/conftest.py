@@ -1,7 +1,7 @@
 """A broker's state machine at a desk: requests go in, answers come out, time moves when told."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -198,3 +198,15 @@ def desk() -> Desk:
 def new_desk() -> type[Desk]:
     """For other rules: `new_desk(max_staleness=0)`."""
     return Desk
+
+
+@pytest.fixture
+def begun_desk() -> Callable[..., Desk]:
+    """The same, with a trainer and a worker at version 0."""
+
+    def make(**rules: Any) -> Desk:
+        desk = Desk(**rules)
+        desk.begin()
+        return desk
+
+    return make

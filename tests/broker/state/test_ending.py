@@ -137,9 +137,8 @@ def test_samples_that_come_after_their_evaluation_has_ended_are_discarded(ending
     assert ending.ask("w", m.Heartbeat(leases=[group.lease])).lost == [group.lease]
 
 
-def test_each_of_several_evaluations_is_judged_by_its_own_version(new_desk: Any) -> None:
-    desk = new_desk(eval_datasets=HELD, num_steps=1, samples_per_prompt=1)
-    desk.begin()
+def test_each_of_several_evaluations_is_judged_by_its_own_version(begun_desk: Any) -> None:
+    desk = begun_desk(eval_datasets=HELD, num_steps=1, samples_per_prompt=1)
     queued = desk.lease(9)
     for group in [g for g in queued if g.kind == "train"]:
         desk.put(group)
@@ -170,9 +169,8 @@ def test_a_finished_run_begins_no_evaluation(ending: Any) -> None:
     assert beat(ending, "w", 1)
 
 
-def test_while_the_run_goes_on_an_evaluation_waits_for_a_trainer(new_desk: Any) -> None:
-    desk = new_desk(eval_datasets=HELD)
-    desk.begin()
+def test_while_the_run_goes_on_an_evaluation_waits_for_a_trainer(begun_desk: Any) -> None:
+    desk = begun_desk(eval_datasets=HELD)
     leave(desk, "t")
     wait(desk, 1000, w=m.NO_VERSION)
     assert not any(row["done"] for row in desk.status["evaluations"])
