@@ -184,9 +184,18 @@ def _answer(state: State, to: Address, groups: list[Group]) -> None:
 def _leased(state: State, group: Group) -> LeasedGroup:
     lease, num_samples = group.lease, num_samples_of(state, group)
     left_s = max(0.0, state.leases.deadline_of(group) - state.now)
-    about = {"kind": group.kind, "dataset": group.dataset, "lineage": lease.lineage, "version": lease.version}
-    sizes = {"num_samples": num_samples, "partial_frames": group.partial.num_frames}
-    return LeasedGroup(group=group.id, lease=lease.id, deadline_s=left_s, sampling=_sampling(state, group), **about, **sizes)
+    return LeasedGroup(
+        group=group.id,
+        lease=lease.id,
+        num_samples=num_samples,
+        deadline_s=left_s,
+        sampling=_sampling(state, group),
+        kind=group.kind,
+        dataset=group.dataset,
+        partial_frames=group.partial.num_frames,
+        lineage=lease.lineage,
+        version=lease.version,
+    )
 
 
 def _sampling(state: State, group: Group) -> Sampling:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from made_samples import frames, made
 
-from broker.state.effects import Address, Event
 from broker.state.groups import field_key
 from slimebus.bus import messages as m
 
@@ -147,18 +146,8 @@ def test_a_burst_of_lease_requests_is_dealt_by_what_each_worker_serves(begun_des
     desk.fill(2)
     desk.train(0)  # version 1 is out; w still serves 0
     asked = {"w": 0, "w2": 1, "w3": 0}
-    numbers = {name: 900 + i for i, name in enumerate(asked)}
-    events = [
-        Event(
-            to=Address(name.encode(), numbers[name]),
-            sender=name,
-            epoch=desk.epochs[name],
-            run="r",
-            message=m.Lease(want=1, wait_s=5.0, lineage="L", serving=serving),
-        )
-        for name, serving in asked.items()
-    ]
-    desk.perform(desk.machine.apply(events, desk.now))
+    with desk.burst():
+        numbers = {name: desk.send(name, m.Lease(want=1, wait_s=5.0, lineage="L", serving=serving)) for name, serving in asked.items()}
     assert [name for name in asked if numbers[name] in desk.answers] == ["w2"]
     assert {name for name, _ in desk.state.waiting_leases} == {"w", "w3"}
     desk.pass_time(5.5)
@@ -196,20 +185,18 @@ def test_a_burst_of_requests_that_can_be_met_is_not_too_many_to_park(begun_desk:
     desk = begun_desk(max_parked=1, max_staleness=4)
     for name in ("w2", "w3"):
         desk.join(name, "rollout")
-    numbers = {name: 700 + i for i, name in enumerate(("w", "w2", "w3"))}
     ask = m.Lease(want=1, wait_s=5.0, lineage="L", serving=0)
-    events = [Event(to=Address(n.encode(), i), sender=n, epoch=desk.epochs[n], run="r", message=ask) for n, i in numbers.items()]
-    desk.perform(desk.machine.apply(events, desk.now))
-    assert [len(desk.answers[number].groups) for number in numbers.values()] == [1, 1, 1]
+    with desk.burst():
+        numbers = [desk.send(name, ask) for name in ("w", "w2", "w3")]
+    assert [len(desk.answers[number].groups) for number in numbers] == [1, 1, 1]
     assert not desk.state.waiting_leases
 
 
 def test_a_burst_of_one_worker_that_can_be_met_is_not_too_much_of_it(begun_desk: Any) -> None:
     desk = begun_desk(max_parked_per_client=1, max_staleness=16)
     ask = m.Lease(want=1, wait_s=5.0, lineage="L", serving=0)
-    numbers = range(500, 512)
-    events = [Event(to=Address(b"w", i), sender="w", epoch=desk.epochs["w"], run="r", message=ask) for i in numbers]
-    desk.perform(desk.machine.apply(events, desk.now))
+    with desk.burst():
+        numbers = [desk.send("w", ask) for _ in range(12)]
     assert [len(desk.answers[number].groups) for number in numbers] == [1] * len(numbers)
 
 
