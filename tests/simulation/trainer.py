@@ -238,13 +238,17 @@ class Trainer(Actor):
 
     # --- refusals ---
 
+    def _was_chosen_anew(self, message: m.Message) -> bool:
+        """The fetch was sent before its batch, or one before it, was rejected."""
+        return isinstance(message, m.Fetch) and message.groups not in [[g.group for g in batch.groups] for batch in self.batches.values()]
+
     def refused(self, error: m.Error, request: Request) -> None:
         if isinstance(request.message, m.Goodbye) or (self.is_done and error.code == "not_joined"):  # a heartbeat behind the goodbye
             self.die()
         elif error.code == "name_in_use":
             self._turned_away()
-        elif error.code == "not_assigned" and self.rejected:
-            pass  # what was asked for before its batch was chosen anew
+        elif error.code == "not_assigned" and self._was_chosen_anew(request.message):
+            pass
         elif error.code == "step" and isinstance(request.message, m.Batch) and request.message.step in self.trained:
             pass  # the same, and that step is trained since; the answer to its commit may be under way
         elif error.code == "step" and isinstance(request.message, m.Resume) and self.step < self.world.oldest_checkpoint:
