@@ -99,7 +99,7 @@ class Machine:
 
     def _restart_deadlines(self) -> None:
         state = self.state
-        state.had_members = bool(state.clients)
+        state.had_members = any(not client.is_fenced for client in state.clients.values())
         for client in state.clients.values():
             clients.touch(state, client)
             client.newcomers = {}
