@@ -113,7 +113,7 @@ def touch(state: State, client: Client, peer: bytes = b"") -> None:
 
 def restart(state: State) -> None:
     """After a restart of the broker: everyone has a full deadline, and a place is free only once its process is silent anew."""
-    state.had_members = bool(state.clients)
+    state.had_members = any(not client.is_fenced for client in state.clients.values())
     for client in state.clients.values():
         touch(state, client)
         client.newcomers = {}

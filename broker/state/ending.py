@@ -54,7 +54,7 @@ def is_over(state: State) -> bool:
 def confirm_finish(state: State) -> None:
     """After a restart of the broker nobody from before has spoken for a while: they are gone, and no trainer has come to go on."""
     before = state.members_at_restart
-    if not state.meta.finishing or state.finish_is_confirmed or not before:
+    if not state.meta.finishing or state.finish_is_confirmed or not state.had_members:
         return
     if any(c.role == "trainer" and is_present(c) and (c.name, c.instance) not in before for c in state.clients.values()):
         state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)

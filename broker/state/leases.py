@@ -230,8 +230,9 @@ def put(state: State, event: Event, done: Put) -> None:
         return
     lost = _why_lost(group, event.sender, done)
     leased = None if lost else group
+    is_foreign = leased is not None and _is_foreign(leased, done.lineage)
     try:
-        made = checked(state, event, leased)
+        made = checked(state, event, None if is_foreign else leased)
     except BadSamples as bad:
         text = f"put of group {done.group[:64]} by {event.sender}: {bad.text}"
         state.note(text, is_warning=True)
@@ -243,7 +244,7 @@ def put(state: State, event: Event, done: Put) -> None:
         if before != "discarded":
             state.count_waste("put after the lease was lost", 1, num_tokens)
         reply = PutReply(result="discarded", reason=lost)
-    elif leased.lease.lineage and done.lineage != leased.lease.lineage:
+    elif is_foreign:
         lost = f"its samples are of lineage {done.lineage[:8]!r}, its lease is of {leased.lease.lineage[:8]!r}"
         state.count_waste("put of another lineage", 1, num_tokens)
         end_lease(state, leased, "failed", f"put refused: {lost}")
@@ -260,6 +261,11 @@ def _why_lost(group: Group | None, worker: str, done: Put) -> str:
     if group.phase != LEASED or (group.lease.id, group.lease.worker) != (done.lease, worker):
         return f"lease {done.lease} of group {done.group} is no longer held (now: {group.phase}, {group.reason or 'new'})"
     return ""
+
+
+def _is_foreign(group: Group, lineage: str) -> bool:
+    """Samples of another lineage than the lease's: their versions say nothing beside the newest of this one."""
+    return group.lease.lineage not in ("", lineage)
 
 
 def checked(state: State, event: Event, group: Group | None) -> CheckedGroup:
@@ -348,7 +354,7 @@ def give_back(state: State, event: Event, back: GiveBack) -> None:
 def _take_partial(state: State, event: Event, group: Group, back: GiveBack) -> str:
     """Keep a partial; what is wrong with it, or nothing."""
     try:
-        made = checked(state, event, group)
+        made = checked(state, event, None if _is_foreign(group, back.lineage) else group)
     except BadSamples as bad:
         state.note(f"partial of group {group.id} by {group.lease.worker}: {bad.text}", is_warning=True)
         return bad.text

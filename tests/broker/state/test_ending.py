@@ -206,6 +206,27 @@ def test_a_consumer_holds_no_evaluation_that_nobody_can_make(ending: Any) -> Non
     assert ending.machine.is_over
 
 
+def test_a_broker_that_only_a_consumer_outlived_ends_after_a_restart(new_desk: Any) -> None:
+    desk = finished(new_desk(num_steps=1))
+    desk.join("critic", "consumer")
+    leave(desk, "t", "w")
+    desk.restart()
+    wait(desk, TIMEOUT_S - 1, critic=0)
+    assert not beat(desk, "critic")
+    wait(desk, 1, critic=0)
+    assert beat(desk, "critic")
+
+
+def test_the_record_of_a_fenced_trainer_is_nobody_that_a_restarted_broker_waits_for(new_desk: Any) -> None:
+    desk = finished(new_desk(num_steps=1))
+    desk.join("t2", "trainer")
+    desk.ask("t2", m.Resume(step=1, version=1, lineage="M", parent="L"))
+    desk.ask("t2", m.Finish())
+    leave(desk, "t2", "w")
+    desk.restart()
+    assert not desk.state.had_members
+
+
 # --- what waits for what ---
 
 

@@ -123,10 +123,11 @@ def test_a_prompt_that_is_too_stale_each_time_it_is_done_is_dead_in_the_end(begu
     assert f"({3 * max_attempts} times)" in next(note for note in desk.notes if "0/0 is dead" in note)
 
 
-def test_a_put_of_another_lineage_ends_its_lease_and_counts_as_a_failed_attempt(desk: Any) -> None:
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_put_of_another_lineage_ends_its_lease_and_counts_as_a_failed_attempt(desk: Any, version: int) -> None:
     (group,) = desk.lease()
     assert (group.lineage, group.version) == ("L", 0), "the lease names what the put must"
-    assert desk.put(group, lineage="M").result == "discarded"
+    assert desk.put(group, lineage="M", version=version).result == "discarded"
     found = desk.state.groups.by_id[group.group]
     assert (found.phase, found.failures) == ("queued", 1)
     assert desk.status["waste"] == {"put of another lineage": {"groups": 1, "tokens": 4}}
