@@ -14,7 +14,7 @@ import msgspec
 
 from broker.simulate.workload import LONGEST, Workload, lognormal_lengths
 from slimebus.bus.errors import ConfigError, DataError, UsageError
-from slimebus.config.fields import fields_of
+from slimebus.config.schema import fields_of
 from slimebus.telemetry.formatting import columns
 
 if TYPE_CHECKING:
