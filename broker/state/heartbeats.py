@@ -100,6 +100,8 @@ def _worker(state: State, ask: m.Command) -> Client:
 def take_outcomes(worker: Client, outcomes: dict[str, m.CommandReply]) -> list[m.Command]:
     """What became of commands; those that the worker is still to be told of, or is at."""
     if outcomes:
+        for one in outcomes.values():
+            one.text, one.worker = one_line(one.text), one_line(one.worker)
         worker.outcomes = dict(list({**worker.outcomes, **outcomes}.items())[-MAX_COMMANDS:])
         worker.commands = {key: ask for key, ask in worker.commands.items() if key not in outcomes}
     return list(worker.commands.values())
