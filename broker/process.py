@@ -27,11 +27,11 @@ from slimebus.bus.errors import ConfigError, UsageError
 from slimebus.bus.transport.server import Limits, connections_of
 from slimebus.config import Resolved, RunConfig
 from slimebus.config.agreement import settings_of
-from slimebus.config.dynamic_filter import is_reward_spread
 from slimebus.config.field_rules import evaluation_problems
 from slimebus.config.file_checks import label_problems
 from slimebus.config.load import raise_all
 from slimebus.config.saved import note_changes, save_config
+from slimebus.config.schema import is_reward_spread
 from slimebus.process.loop_watch import LoopWatch
 from slimebus.security.exposure import check_bind, insecure_note
 from slimebus.security.keyring import FolderKeyring

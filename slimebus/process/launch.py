@@ -131,11 +131,6 @@ class ProcessGroup:
         for child in self.children:
             child.kill()
 
-    def stop_one(self, child: ChildProcess, grace_s: float = STOP_S) -> None:
-        """The same for one, which then is no longer of the group."""
-        child.stop(grace_s)
-        self.children.remove(child)
-
     def __enter__(self) -> "ProcessGroup":
         return self
 

@@ -21,7 +21,7 @@ from slimebus.config.engine_plan import placement, visible
 from slimebus.process.launch import ChildProcess, ProcessGroup, free_port, locked, wait_until_left
 from slimebus.security.exposure import reachable
 from slimebus.view import report, terminal
-from slimebus.view.result_table import result_table
+from slimebus.view.report import result_table
 from slimebus.view.run_status import ask_status
 
 if TYPE_CHECKING:

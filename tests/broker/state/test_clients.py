@@ -292,9 +292,8 @@ def test_of_several_newcomers_each_waits_for_a_sign_after_its_own_hello(desk: An
     assert len(desk.state.clients["w"].newcomers) <= 8
 
 
-def test_a_process_that_is_not_heard_when_the_broker_is_back_is_replaced_after_two_seconds_and_a_heartbeat(new_desk: Any) -> None:
-    desk = new_desk(heartbeat_s=10.0, lease_s=30.0, client_timeout_s=60.0)
-    desk.begin()
+def test_a_process_that_is_not_heard_when_the_broker_is_back_is_replaced_after_two_seconds_and_a_heartbeat(begun_desk: Any) -> None:
+    desk = begun_desk(heartbeat_s=10.0, lease_s=30.0, client_timeout_s=60.0)
     assert desk.ask("w", newcomer("rollout"), epoch=0).retryable
     desk.restart()
     desk.now += 11.9
