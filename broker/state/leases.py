@@ -259,7 +259,8 @@ def _why_lost(group: Group | None, worker: str, done: Put) -> str:
     if group is None:
         return f"group {done.group[:64]} is not in play: trained, dropped, or of another run"
     if group.phase != LEASED or (group.lease.id, group.lease.worker) != (done.lease, worker):
-        return f"lease {done.lease} of group {done.group} is no longer held (now: {group.phase}, {group.reason or 'new'})"
+        now = f"lease {group.lease.id} of {group.lease.worker}" if group.phase == LEASED else f"{group.phase}, {group.reason or 'new'}"
+        return f"lease {done.lease} of group {done.group} is no longer held (now: {now})"
     return ""
 
 
