@@ -58,6 +58,11 @@ def test_sigterm_ends_the_broker_within_two_seconds(broker: LiveBroker) -> None:
     assert broker.process.wait(2.0) == 0
 
 
+def test_what_a_broker_writes_is_for_its_owner_alone(broker: LiveBroker) -> None:
+    assert broker.status()["run"] == "live"
+    assert broker.run_dir.stat().st_mode & 0o777 == 0o700
+
+
 def test_commands_find_a_broker_on_any_free_port_also_when_it_is_started_again_on_another(tmp_path: Path) -> None:
     with LiveBroker(tmp_path, broker={"bind": "tcp://127.0.0.1:0"}) as broker:
         wait_until("the broker's address", lambda: live_endpoint(broker.run_dir))
