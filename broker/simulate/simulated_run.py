@@ -1,7 +1,7 @@
 """The real state machine among timed workers and a timed trainer.
 
 Broker time stands still: waits, leases and silence are not what is asked about here, and 10,000 workers without heartbeats are quicker
-by far. Failures of workers are told to the machine when it would have noticed them.
+by far.
 """
 
 import math
@@ -67,12 +67,12 @@ class EndlessPrompts(PromptSource):
 class SimulatedWorker:
     """One worker: its engine, and what it leases."""
 
-    __slots__ = ("engine", "groups", "is_asking", "is_busy", "is_dead", "name", "turn")
+    __slots__ = ("engine", "groups", "is_asking", "is_busy", "name", "turn")
 
     def __init__(self, name: str, engine: SimulatedEngine) -> None:
         self.name, self.engine = name, engine
         self.groups: dict[int, SimulatedGroup] = {}
-        self.is_asking = self.is_busy = self.is_dead = False
+        self.is_asking = self.is_busy = False
         self.turn = 0
         """Which of the planned looks at the engine is the valid one."""
 
@@ -226,18 +226,7 @@ class SimulatedRun:
     def _start_worker(self, name: str) -> None:
         worker = SimulatedWorker(name, SimulatedEngine(self.workload, self.random))
         self.workers.append(worker)
-        if self.workload.life_s:
-            self.timeline.later(self.random.expovariate(1 / self.workload.life_s), lambda: self._fail(worker))
         self._join(name, "rollout", lambda _: self._lease(worker) if self.serving != m.NO_VERSION else None)
-
-    def _fail(self, worker: SimulatedWorker) -> None:
-        """It is gone; the broker notices when its leases expire, and another one comes."""
-        worker.is_dead = True
-        self._count(-worker.is_busy)
-        self._asking.pop(worker.name, None)
-        self.wasted += sum(group.tokens for group in worker.groups.values())
-        self.timeline.later(self.workload.lease_s, lambda: self._ask(worker.name, m.Goodbye()))
-        self.timeline.later(self.workload.restart_s, lambda: self._start_worker(f"w{self.timeline.serial()}-again"))
 
     def _pulled(self, version: int) -> None:
         """Every worker serves a version; those that wait for a lease say so at once."""
@@ -254,7 +243,7 @@ class SimulatedRun:
     def _lease(self, worker: SimulatedWorker) -> None:
         """Ask for as much as it has room for. More waiting requests than groups could be given to are not sent: nobody would answer."""
         want = worker.room(self.workload)
-        if worker.is_asking or worker.is_dead or want < 1:
+        if worker.is_asking or want < 1:
             return
         worker.is_asking = True
         if len(self._asking) >= self._most_asking:
@@ -272,10 +261,7 @@ class SimulatedRun:
         self._asking.pop(worker.name, None)
         if self._unasked and not reply.finished:
             other = self._unasked.popleft()
-            if not other.is_dead:
-                self._send_lease(other, other.room(self.workload))
-        if worker.is_dead or reply.finished:
-            return
+            self._send_lease(other, other.room(self.workload))
         for leased in reply.groups:
             begun = self.begun.pop(leased.group, None)
             if begun is not None and leased.partial_frames == 0:
@@ -297,7 +283,7 @@ class SimulatedRun:
             self.timeline.after_work(at - self.timeline.worked, lambda: self._sample_done(worker, turn))
 
     def _sample_done(self, worker: SimulatedWorker, turn: int) -> None:
-        if turn != worker.turn or worker.is_dead:
+        if turn != worker.turn:
             return
         group = worker.engine.finish_next(self.timeline.worked)
         if group is not None:
@@ -305,7 +291,7 @@ class SimulatedRun:
         self._look_at_engine(worker)
 
     def _put(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
-        if worker.is_dead or worker.groups.pop(group.lease, None) is None:
+        if worker.groups.pop(group.lease, None) is None:
             return
         put, samples = m.Put(group=group.id, lease=group.lease, lineage=LINEAGE), 1 if group.is_evaluated else self.workload.samples
         self._ask(worker.name, put, lambda reply: self._was_put(group, reply), self._bulk(tuple(sorted(group.runs)), samples))
@@ -323,13 +309,13 @@ class SimulatedRun:
     def _compare_leases(self) -> None:
         """Workers with groups tell the broker of them, and learn which it wants no more, or back."""
         for worker in self.workers:
-            if worker.groups and not worker.is_dead:
+            if worker.groups:
                 beat = m.Heartbeat(state="serving", lineage=LINEAGE, serving=self.serving, leases=list(worker.groups))
                 self._ask(worker.name, beat, lambda reply, worker=worker: self._compared(worker, reply))  # type: ignore[misc]
 
     def _compared(self, worker: SimulatedWorker, reply: m.HeartbeatReply) -> None:
         ended = (worker.groups.get(lease) for lease in (*reply.lost, *reply.surplus, *reply.recalled))
-        unfinished = [group for group in ended if group is not None and group.open and not worker.is_dead]
+        unfinished = [group for group in ended if group is not None and group.open]
         for group in unfinished:
             del worker.groups[group.lease]
             worker.engine.take_out(group, self.timeline.worked)

@@ -4,27 +4,19 @@ A partial is a group's samples, some finished and some cut off, in the frames of
 give-back until samples of the group are accepted, the group ends, or it can no longer be trained: then its tokens are wasted.
 """
 
-from collections.abc import Sequence
-
 from broker.state import admission
 from broker.state.broker_state import State
 from broker.state.effects import StoredPayload
-from broker.state.groups import Group, Partial
+from broker.state.groups import Group, Partial, version_range
 from slimebus.bus.messages import NO_VERSION
-from slimebus.bus.sample_table import CheckedGroup, SampleFacts
-
-
-def version_range(samples: Sequence[SampleFacts]) -> tuple[int, int]:
-    """The oldest version over the trainable tokens of some samples and the newest over all of them; NO_VERSION where there is none."""
-    oldest = min((s.oldest_version for s in samples if s.oldest_version != NO_VERSION), default=NO_VERSION)
-    return oldest, max((s.newest_version for s in samples), default=NO_VERSION)
+from slimebus.bus.sample_table import CheckedGroup
 
 
 def keep(state: State, group: Group, made: CheckedGroup) -> None:
     """Store what a worker made of a group it holds, in place of an older partial."""
     oldest, newest = version_range(made.samples)
     behind = state.steps_behind(newest) if newest != NO_VERSION else 0
-    group.partial = Partial(len(made.frames), sum(made.table.num_tokens), oldest, newest, behind)
+    state.groups.keep_partial(group, Partial(len(made.frames), sum(made.table.num_tokens), oldest, newest, behind))
     state.save("partials", group.id, made.frames)
     state.tally(state.meta.counted, "partials kept")
 

@@ -9,9 +9,8 @@ def test_admission_stops_where_a_group_would_grow_too_old(desk: Any) -> None:
     assert len(desk.lease(99)) == 4, "eta 1 and 2 groups a step: steps 0 and 1"
 
 
-def test_staleness_zero_admits_one_batch_a_version(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=0)
-    desk.begin()
+def test_staleness_zero_admits_one_batch_a_version(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=0)
     assert len(desk.fill(99)) == 2
     assert desk.lease(1) == []
     desk.train(0)
@@ -19,21 +18,18 @@ def test_staleness_zero_admits_one_batch_a_version(new_desk: Any) -> None:
     assert len(desk.lease(99, serving=1)) == 2
 
 
-def test_publishing_every_second_step_admits_two_batches_a_version(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=0, publish_interval=2)
-    desk.begin()
+def test_publishing_every_second_step_admits_two_batches_a_version(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=0, publish_interval=2)
     assert len(desk.lease(99)) == 4
 
 
-def test_the_run_never_starts_more_groups_than_it_trains(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=float("inf"), num_steps=3)
-    desk.begin()
+def test_the_run_never_starts_more_groups_than_it_trains(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=float("inf"), num_steps=3)
     assert len(desk.lease(99)) == 6
 
 
-def test_an_unbounded_run_is_bounded_by_the_buffer(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=float("inf"), buffer_capacity=5)
-    desk.begin()
+def test_an_unbounded_run_is_bounded_by_the_buffer(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=float("inf"), buffer_capacity=5)
     assert len(desk.fill(99)) == 5
     reply = desk.ask("w", m.Lease(want=1, wait_s=0.0, lineage="L", serving=0))
     assert "the buffer holds 5 of 5 groups" in reply.reason
