@@ -252,15 +252,3 @@ def test_a_status_file_of_something_else_is_no_status(run_dir: Path) -> None:
     (run_dir / "status.json").write_text('{"state": "finished", "result": 1}')
     done = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine", "--timeout-s", "0.2"])
     assert (done.exit_code, "no broker listens at tcp://127.0.0.1:1" in done.stderr) == (EXIT_UNREACHABLE, True)
-
-
-def test_a_watched_run_keeps_its_steps_when_its_broker_is_started_again(run_dir: Path, answers: list[Any]) -> None:
-    row = WHOLE["steps"][0]
-    answers += [{**WHOLE, "steps": [row | {"step": step} for step in (1, 2)]}, {**WHOLE, "steps": []}]
-    answers += [{**WHOLE, "step": 4, "steps": [row | {"step": 3}]}, {**WHOLE, "step": 4, "lineage": "another", "steps": []}]
-    run = run_status.RunStatus(resolve(None, {"run_dir": str(run_dir), "name": "mine"}, {}), None, what="status", timeout_s=1.0)
-    seen = []
-    for _ in range(4):
-        run.poll()
-        seen.append([one["step"] for one in run.status["steps"]])
-    assert seen == [[1, 2], [1, 2], [1, 2, 3], []]
