@@ -41,6 +41,8 @@ MAX_SUCCESSORS = 8
 """Processes of one name that have said hello and nothing else."""
 TRAINER_PLACES = 8
 """For trainers alone, beside the names that may be joined: clients with a worker's key cannot keep them out."""
+LAST_SHARE = 8
+"""An eighth of the names."""
 SILENT_BEATS = 3
 RECONNECT_S = 2.0
 """Once the broker is started again, a living process is heard within this and a heartbeat: libzmq connects anew at least every second."""
@@ -70,7 +72,10 @@ MAX_SETTINGS, MAX_CHARS = 64, 512
 def check_sender(state: State, event: Event) -> None:
     """Raise SlimebusError where this sender may not ask this: `wrong_run`, `fenced`, `not_joined`, `forbidden`, `role`, `not_resumed`."""
     kind = type(event.message)
-    if event.run != state.meta.run and (event.run or kind not in BEFORE_RUN_IS_KNOWN):
+    if not event.run and kind not in BEFORE_RUN_IS_KNOWN:
+        text = f"{event.sender[:64]!r} names no run; say hello first, and put the run of its answer into every header"
+        raise SlimebusError(text, code="not_joined")
+    if event.run and event.run != state.meta.run:
         text = f"{event.sender[:64]!r} names run {event.run[:64]!r}, this broker serves run {state.meta.run!r}"
         raise SlimebusError(f"{text}; give --name, or the address of its own broker", code="wrong_run")
     client = state.clients.get(event.sender) if kind in WITHOUT_HELLO else sender_of(state, event)
@@ -153,7 +158,8 @@ def join(state: State, event: Event, ask: m.Hello) -> Client:
                 touch(state, client, event.to.peer)
             return client
     _check_place(state, event.sender, ask)
-    _make_room(state, known, ask.role)
+    if known is None:
+        _make_room(state, ask.role, event.key)
     epoch, state.meta.next_epoch = state.meta.next_epoch, state.meta.next_epoch + 1
     client = Client(name=event.sender, role=ask.role, epoch=epoch, instance=ask.instance, key=event.key, settings=ask.settings)
     client.host, client.pid, client.heard_at = ask.host, ask.pid, state.now
@@ -211,15 +217,21 @@ def _check_place(state: State, name: str, ask: m.Hello) -> None:
         raise SlimebusError(text, code="name_in_doubt", retryable=True)
 
 
-def _make_room(state: State, known: Client | None, role: str) -> None:
-    """Of more names than there may be, those that are gone are forgotten first. Raises SlimebusError `busy` when all are alive."""
+def _make_room(state: State, role: str, key: str) -> None:
+    """Of more names than there may be, those that are gone are forgotten first. Raises SlimebusError `busy` when all are alive.
+
+    The last places are not for a key that has most of the others: its holder keeps nobody else out.
+    """
     most = state.rules.max_clients + (TRAINER_PLACES if role == "trainer" else 0)
-    if known is not None or len(state.clients) < most:
+    shared = most - most // LAST_SHARE if key and role != "trainer" else most
+    if len(state.clients) < shared:
         return
     for client in [c for c in state.clients.values() if c.is_gone]:
         _forget(state, client)
-    if len(state.clients) >= most:
-        raise state.busy("max_clients", f"{len(state.clients)} processes have joined")
+    mine = sum(client.key == key for client in state.clients.values()) if key else 0
+    if len(state.clients) >= most or (len(state.clients) >= shared and 2 * mine > shared):
+        whose = f", {mine} with the key {key!r}" if key else ""
+        raise state.busy("max_clients", f"{len(state.clients)} processes have joined{whose}")
 
 
 def _keep(state: State, client: Client) -> None:
@@ -421,6 +433,8 @@ def order(client: Client, ask: m.Command) -> None:
 def take_outcomes(client: Client, outcomes: dict[str, m.CommandReply]) -> list[m.Command]:
     """What became of commands; those that the worker is still to be told of, or is at."""
     if outcomes:
+        for one in outcomes.values():
+            one.text, one.worker = one_line(one.text), one_line(one.worker)
         client.outcomes = dict(list({**client.outcomes, **outcomes}.items())[-MAX_COMMANDS:])
         client.commands = {key: ask for key, ask in client.commands.items() if key not in outcomes}
     return list(client.commands.values())
@@ -449,7 +463,7 @@ def differences(state: State, client: Client) -> list[str]:
     ours = state.rules.agreed
     differing = {key: value for key, value in client.settings.items() if ours.get(key, value) != value}
     found = [f"{key}: {client.name} has {value}, the run has {ours[key]}; {_which_holds(key, client)}" for key, value in differing.items()]
-    return [*found, *_other_models(state, client)]
+    return [one_line(sentence) for sentence in (*found, *_other_models(state, client))]
 
 
 def _which_holds(key: str, client: Client) -> str:

@@ -62,7 +62,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Samples that a leaving worker had not finished (broker/state/partials.py); sizes and versions as in Group."""
+    """Samples that a leaving worker had not finished (leases.py); sizes and versions as in Group."""
 
     num_frames: int = 0
     num_tokens: int = 0

@@ -67,6 +67,9 @@ def _addresses(config: RunConfig) -> Iterator[str]:
     for url in config.engine.engine_url:
         if not _is_url(url):
             yield f"engine.engine_url: {url!r}; expected http://HOST:PORT"
+    for host in config.engine.attach_hosts:
+        if not HOST.fullmatch(host):
+            yield f"engine.attach_hosts: {host!r}; expected a host name or address alone, without http:// and port"
 
 
 def _broker(config: RunConfig) -> Iterator[str]:

@@ -249,6 +249,9 @@ class EngineConfig(Section, frozen=True):
     """[choice] cpu: the embedded one, a child process; sglang: real SGLang, a child process; none: hooks need no engine (SFT)."""
     engine_url: list[str] = []
     """[URLs] Addresses of running engines with SGLang's HTTP API, instead of starting one."""
+    attach_hosts: list[str] = []
+    """[hosts] Where `slimebus engines attach` may take engines from, besides this machine's loopback and the hosts of engine_url: they get
+    the weights and engine_api_key."""
     engine_api_key: str = ""
     """[key] That running engines ask for (SGLang's --api-key), and those started here: empty gives each a random one. Better by environment
     variable: SLIMEBUS_ENGINE_ENGINE_API_KEY."""

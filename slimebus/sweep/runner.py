@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from slimebus.atomic_file import replacing
+from slimebus.atomic_file import make_private, replacing
 from slimebus.bus.errors import ConfigError, DataError, SlimebusError, UsageError
 from slimebus.cli.commands.up import arguments_of
 from slimebus.process.launch import SLIMEBUS, ChildProcess, ProcessGroup, locked, wait_until_left
@@ -63,7 +63,7 @@ def read_outcome(sweep: Sweep, trial: Trial) -> Outcome:
 
 def write_outcome(sweep: Sweep, trial: Trial, outcome: Outcome) -> None:
     """Replace trial.json in one move."""
-    sweep.run_dir(trial).mkdir(parents=True, exist_ok=True)
+    make_private(sweep.run_dir(trial))
     with replacing(sweep.run_dir(trial) / "trial.json") as file:
         file.write(json.dumps(msgspec.to_builtins(outcome), indent=1).encode())  # an option may be infinite
 

@@ -50,6 +50,7 @@ def more(**given: Any) -> dict[str, Any]:
         ({"broker.bind": "127.0.0.1:5555"}, "broker.bind is '127.0.0.1:5555'; expected"),
         ({"broker.hints_bind": "tcp://x"}, "broker.hints_bind is 'tcp://x'; expected"),
         ({"weights.weights_advertise": "tcp://node1:5600"}, "weights.weights_advertise: 'tcp://node1:5600'; expected a host name"),
+        ({"engine.attach_hosts": ["gpu7", "http://gpu8"]}, "engine.attach_hosts: 'http://gpu8'; expected a host name or address alone"),
         ({"engine.engine_url": "nonsense"}, "engine.engine_url: 'nonsense'; expected http://HOST:PORT"),
         ({"engine.engine_url": ["http://a:30000", "http://b:x"]}, "engine.engine_url: 'http://b:x'; expected http://HOST:PORT"),
         ({"rollout.rollout_top_k": 0}, "rollout.rollout_top_k: 0; expected at least 1, or -1 for all tokens"),
