@@ -121,6 +121,24 @@ def test_a_context_that_does_not_begin_with_the_record_is_another_sample_of_the_
     assert (first.versions, second.versions) == ([(0, 2)], [(1, 2)])
 
 
+def test_conversations_that_alternate_go_on_each_in_its_own_sample() -> None:
+    async def hook(session: Session) -> None:
+        mine, other = list(CHAT), [{"role": "system", "content": "sub"}]
+        for question in ("b", "c"):
+            for messages, tools in ((mine, [{"n": 1}]), (other, [])):
+                reply = await session.generate(messages, tools=tools)
+                messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": question}]
+            before = session.snapshot()
+            await session.generate([*mine[:2], {"role": "user", "content": "no"}], tools=[{"n": 1}])
+            session.restore(before)
+
+    policy = Policy("A", "X", "-", "B", "Y", "-")
+    responses = play(session(CHAT, policy), hook).responses()
+    assert [Letters().decode(r.token_ids[r.loss_mask == 1]) for r in responses] == ["AB", "XY"]
+    assert policy.seen[3:5] == ["[{'n': 1}]user:hi;assistant:A;user:b;assistant:", "system:sub;assistant:X;user:b;assistant:"]
+    assert [r.turn for r in responses] == [2, 3]
+
+
 def test_other_tools_before_the_first_turn_replace_the_prompt_and_later_ones_begin_another_sample() -> None:
     async def hook(session: Session) -> None:
         await session.generate(CHAT, tools=[{"n": 1}])
