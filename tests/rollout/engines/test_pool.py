@@ -135,18 +135,6 @@ def test_an_attached_engine_that_hangs_is_out_of_service_while_the_other_goes_on
         os.kill(server_of(two[0]), signal.SIGCONT)
 
 
-def test_an_idle_engine_that_hangs_is_found_too(model: Path, two: list[EngineProcess]):
-    async def talk(engines: Dispatch) -> None:
-        os.kill(server_of(two[0]), signal.SIGSTOP)
-        await until(lambda: engines.pool.engines[0].state.phase == "sick", 15)
-        await asyncio.wait_for(engines.sample([task(SHORT)]), 10)
-
-    try:
-        run(model, talk, **attached(two))
-    finally:
-        os.kill(server_of(two[0]), signal.SIGCONT)
-
-
 def test_an_engine_that_is_gone_is_asked_once_a_second_and_not_without_end(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool, "PROBE_PAUSE_S", 0.1)
     asked, lost = [], []
