@@ -3,10 +3,10 @@
 It checks what it is handed by itself: age, timeline, repetition. Nothing here asks the state machine what is right.
 """
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from simulation.account import Steps
 from simulation.actor import TIMEOUT_RESENDS, Actor, Request, require
 from simulation.worker import Truth
 
@@ -22,6 +22,48 @@ SERVE_LAST_S = 1.0
 """After its last step a trainer serves weights for so long; who has not pulled the last version by then never will."""
 KEPT_CHECKPOINTS = 3
 REJECT_CHANCE = 0.05
+
+Steps = dict[int, tuple[str, ...]]
+"""The groups trained in each step of a timeline."""
+
+
+class Account:
+    """What was trained, kept beside the broker's account and never read from it: whose timeline survives, and which promises a power cut
+    has released it from."""
+
+    def __init__(self) -> None:
+        self.lost_suffix = False
+        self.may_repeat: set[str] = set()
+        self.finished_steps: int | None = None
+        """How many steps a trainer had trained when it said that it has finished; the most that any did."""
+        self._weights: dict[tuple[str, int], Steps] = {}
+
+    def tore_off(self, changed: set[tuple[str, str]]) -> None:
+        """The last transactions are gone after their answers were sent: these groups may be trained again."""
+        self.lost_suffix = True
+        self.may_repeat |= {key for table, key in changed if table == "groups"}
+
+    def published(self, trainer: "Trainer") -> None:
+        """These weights are what the steps trained so far made of the model. A version told again, steps later, is still the same."""
+        self._weights.setdefault((trainer.lineage, trainer.version), dict(trainer.trained))
+
+    def finished(self, trainer: "Trainer") -> None:
+        """This trainer has no step left to train."""
+        self.finished_steps = max(self.finished_steps or 0, trainer.step)
+
+    def is_ancestor(self, lineage: str, version: int, trainer: "Trainer") -> bool:
+        """True when those weights are what this trainer's timeline has, or had on its way."""
+        weights = self._weights.get((lineage, version))
+        return weights is not None and all(trainer.trained.get(step) == groups for step, groups in weights.items())
+
+    def trained(self, trainer: "Trainer", step: int) -> None:
+        """A step is trained. Raises Broken when a group of it was trained before in the same timeline."""
+        groups = trainer.trained[step]
+        earlier = {group for s, names in trainer.trained.items() if s != step for group in names}
+        repeated = sorted((earlier & set(groups)) - self.may_repeat)
+        require(not repeated, f"{repeated} trained a second time, in step {step} of {trainer.lineage}")
+        twice = [group for group, count in Counter(groups).items() if count > 1]
+        require(not twice, f"{twice} more than once in step {step}")
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -43,6 +85,7 @@ class Trainer(Actor):
         self.version = world.version_of(start.step)
         self.lineage = f"{name}-{world.timeline.serial()}"
         self.batches: dict[int, m.BatchReply] = {}
+        self.fetches: dict[int, m.Fetch] = {}
         self.loaded: set[int] = set()
         self.asked: set[int] = set()
         self.announced = m.NO_VERSION
@@ -133,7 +176,7 @@ class Trainer(Actor):
             self._ask_batch(step)
             return
         self.batches[step], choice = reply, self._choice(step)
-        ask = m.Fetch(groups=[g.group for g in reply.groups])
+        self.fetches[step] = ask = m.Fetch(groups=[g.group for g in reply.groups])
         self.ask(ask, lambda answer, bulk: self._fetched(step, answer, bulk) if choice == self._choice(step) else None)
 
     def _reject(self, step: int) -> None:
@@ -142,6 +185,7 @@ class Trainer(Actor):
         bad = self.world.random.choice(self.batches[step].groups).group
         self.loaded = {s for s in self.loaded if s < step}
         self.batches = {s: batch for s, batch in self.batches.items() if s < step}
+        self.fetches = {s: fetch for s, fetch in self.fetches.items() if s < step}
         self.num_rejecting += 1
         self.ask(m.Reject(step=step, groups={bad: "luck"}), lambda *_: self._rejected(step))
 
@@ -238,13 +282,17 @@ class Trainer(Actor):
 
     # --- refusals ---
 
+    def _was_chosen_anew(self, message: m.Message) -> bool:
+        """The fetch was sent before its batch, or one before it, was rejected."""
+        return isinstance(message, m.Fetch) and not any(message is fetch for fetch in self.fetches.values())
+
     def refused(self, error: m.Error, request: Request) -> None:
         if isinstance(request.message, m.Goodbye) or (self.is_done and error.code == "not_joined"):  # a heartbeat behind the goodbye
             self.die()
         elif error.code == "name_in_use":
             self._turned_away()
-        elif error.code == "not_assigned" and self.rejected:
-            pass  # what was asked for before its batch was chosen anew
+        elif error.code == "not_assigned" and self._was_chosen_anew(request.message):
+            pass
         elif error.code == "step" and isinstance(request.message, m.Batch) and request.message.step in self.trained:
             pass  # the same, and that step is trained since; the answer to its commit may be under way
         elif error.code == "step" and isinstance(request.message, m.Resume) and self.step < self.world.oldest_checkpoint:
