@@ -180,9 +180,13 @@ def test_what_a_reward_writes_into_its_response_is_checked(tmp_path: Path, line:
         make(maker(tmp_path, plug, custom_rm_path="plug.py:r"), n=1)
 
 
-@pytest.mark.parametrize("given", ["'text'", "{}", "[]", "[None]", "5", "[[1]]", "object()", "(x for x in [])", "[session, 1]"])
+@pytest.mark.parametrize(
+    "given", ["'text'", "{}", "[]", "[None]", "5", "[[1]]", "object()", "(x for x in [])", "[session, 1]", "[session] * 2"]
+)
 def test_what_is_no_session_is_an_error_of_its_group(tmp_path: Path, given: str) -> None:
-    with pytest.raises(PluginError, match=r"plug.py:g (gave .*expected None, its session|made no sample)"):
+    with pytest.raises(
+        PluginError, match=r"plug.py:g (gave .*expected None, its session|made no sample|gave a session twice: expected each once)"
+    ):
         make(maker(tmp_path, f"def g(session): return {given}\n", custom_generate_function_path="plug.py:g"))
 
 
