@@ -21,7 +21,7 @@ class Watch:
     def is_trained(self, sample):
         return sample.trajectory != 0
 
-    def on_group(self, samples, is_kept, dataset):
+    def on_group(self, samples, is_kept, task):
         self.groups += 1
 
     def log(self):
