@@ -68,6 +68,11 @@ MOST = "the trainer's log says what was missing then."
             WASTED,
             "40% of the trained groups gave no gradient (zero_variance): prompts",
         ),
+        (
+            {"wasted": {f"returned: {i}": 8 for i in range(20)}},
+            WASTED,
+            "14% of the sampled tokens were wasted, for 20 reasons: the status lists them.",
+        ),
     ],
 )
 def test_each_sentence_says_what_was_and_what_would_help(changes: dict[str, Any], sentence: int, said: str) -> None:
