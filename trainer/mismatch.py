@@ -15,7 +15,7 @@ import torch.distributed as dist
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
 from slimebus.weights.tensors import Tensor, tensor_bytes
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.model import parallel
 from trainer.model.gpt import Model
 from trainer.model.hf_load import expert_names, load_parameter
@@ -27,7 +27,7 @@ MAX_SAMPLES = 32
 """Recomputed at a time; on the quick start some 1,000 tokens, which leaves a standard error of a few percent of the mean."""
 
 
-def engine_mismatch(policy: Policy, publication: Publication, groups: Sequence[Group] | None, version: int) -> dict[str, float]:
+def engine_mismatch(policy: Policy, publication: Publication, groups: Sequence[TrainingGroup] | None, version: int) -> dict[str, float]:
     """Metrics `mismatch/NAME` (docs/algorithms.md) on rank 0; none where no sample of an older version is here that is still kept.
 
     Every rank calls it between two versions, rank 0 with the groups about to be trained. `version` is that of the weights, which are bit
@@ -35,11 +35,11 @@ def engine_mismatch(policy: Policy, publication: Publication, groups: Sequence[G
     """
     publication.wait()
     samples = stale_samples(groups or (), publication.oldest_kept, version)
-    made_by = parallel.share(version_of(samples[0]) if samples else NO_VERSION, int)
+    made_by = parallel.broadcast_value(version_of(samples[0]) if samples else NO_VERSION, int)
     tensors = shared_tensors(policy.model, publication.kept_tensors(made_by)) if made_by != NO_VERSION else None
     if tensors is None:
         return {}
-    chosen = [Group("mismatch", samples)] if groups is not None else None
+    chosen = [TrainingGroup("mismatch", samples)] if groups is not None else None
     with torch.no_grad(), Reference(policy.model).swapped_in():
         load_version(policy.model, tensors, made_by)
         then = np.concatenate(policy.logprobs(chosen))
@@ -53,7 +53,7 @@ def version_of(sample: Sample) -> int:
     return versions.pop() if len(versions) == 1 else NO_VERSION
 
 
-def stale_samples(groups: Sequence[Group], oldest: int, version: int) -> list[Sample]:
+def stale_samples(groups: Sequence[TrainingGroup], oldest: int, version: int) -> list[Sample]:
     """At most MAX_SAMPLES of one version before `version` and not before `oldest`, the one with the most samples (the older of two)."""
     by_version: dict[int, list[Sample]] = {}
     for sample in (sample for group in groups for sample in group.samples):

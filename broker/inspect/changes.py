@@ -58,11 +58,11 @@ def _temporary_broker(resolved: Resolved) -> Iterator[str]:
     """The run's own broker on a loopback port that nobody knows, for as long as the change takes."""
     import msgspec
 
-    from broker.process import build
+    from broker.main import build_broker
 
     config = resolved.config
     quiet = msgspec.structs.replace(config, broker=msgspec.structs.replace(config.broker, bind="tcp://127.0.0.1:0", hints_bind=""))
-    broker = build(Resolved(quiet, resolved.origin, resolved.base))
+    broker = build_broker(Resolved(quiet, resolved.origin, resolved.base))
     stop = threading.Event()
     thread = threading.Thread(target=broker.run, args=(stop,), name="broker")
     thread.start()

@@ -20,7 +20,7 @@ class Incoming(msgspec.Struct):
     frames: list[bytes]
 
 
-class Row(ExportedGroup):
+class ImportRow(ExportedGroup):
     """A line of an export, or of a file of prompts."""
 
     group: str = ""
@@ -36,13 +36,13 @@ def read_groups(path: Path, *, prompts_only: bool = False) -> Iterator[Incoming]
     prompts_only: leave the samples out.
     """
     file = path / GROUPS_FILE if path.is_dir() else path
-    for number, row in numbered_rows(file, Row):
+    for number, row in numbered_rows(file, ImportRow):
         if isinstance(row, DataError):
             raise row
         yield _incoming(f"{file}:{number}", path, row, number, prompts_only)
 
 
-def _incoming(place: str, path: Path, row: Row, number: int, prompts_only: bool) -> Incoming:
+def _incoming(place: str, path: Path, row: ImportRow, number: int, prompts_only: bool) -> Incoming:
     name = row.group or f"{path.name}/{number}"
     prompt = row.prompt
     if not isinstance(prompt, dict):

@@ -18,11 +18,11 @@ from slimebus.config.fields import fields_of
 from slimebus.telemetry.formatting import columns
 
 if TYPE_CHECKING:
-    from broker.simulate.simulated_run import Outcome
+    from broker.simulate.simulated_run import SimulationOutcome
 
 VARIED = [field for field in fields_of(Workload) if field.name != "lengths"]
 """Fields that are options: one value, or several with commas."""
-SHOWN: "dict[str, Callable[[Outcome], str]]" = {
+SHOWN: "dict[str, Callable[[SimulationOutcome], str]]" = {
     "steps/s": lambda o: f"{o.steps_per_s:.3g}",
     "tokens/s": lambda o: f"{o.tokens_per_s:.0f}",
     "trainer idle": lambda o: f"{o.trainer_idle:.0%}",
@@ -129,14 +129,14 @@ def _as_flags(workload: Workload, left_out: list[str]) -> str:
     return f"{' '.join(flags)}; lengths {least:.4g} to {longest:.4g} with a mean of {workload.mean_length:.4g} tokens"
 
 
-def _row(given: dict[str, list[float]], workload: Workload, outcome: "Outcome", formula: float) -> dict[str, Any]:
+def _row(given: dict[str, list[float]], workload: Workload, outcome: "SimulationOutcome", formula: float) -> dict[str, Any]:
     values: dict[str, Any] = {name: None if value == math.inf else value for name, value in msgspec.to_builtins(workload).items()}
     found: dict[str, Any] = msgspec.to_builtins(outcome, str_keys=True)  # JSON has no infinity, nor has the formula of an unbounded run
     formula_or_none = None if formula == math.inf else formula
     return {name: values[name] for name in given} | found | {"formula": formula_or_none, "values": values}
 
 
-def advice(workload: Workload, outcome: "Outcome", idle_of: Callable[[Workload], float]) -> str:
+def advice(workload: Workload, outcome: "SimulationOutcome", idle_of: Callable[[Workload], float]) -> str:
     """How many workers to add before the trainer is the bottleneck. idle_of: the trainer's idle share in a simulation."""
 
     def is_enough(workers: int) -> bool:

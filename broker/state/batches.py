@@ -47,10 +47,10 @@ def assign(state: State) -> None:
     while state.waiting_batches:
         step = state.next_unassigned
         for earlier in [s for s in state.waiting_batches if s < step]:
-            state.answer(state.waiting_batches, earlier, _reply(state, earlier))
+            state.answer(state.waiting_batches, earlier, _batch_reply(state, earlier))
         if step not in state.waiting_batches:
             return
-        if _choose(state, step):
+        if _choose_groups(state, step):
             continue
         if state.meta.filtered_in_a_row >= state.rules.max_filtered:
             state.answer(state.waiting_batches, step, Error(code="all_filtered", text=admission.all_filtered(state)))
@@ -59,7 +59,7 @@ def assign(state: State) -> None:
         return
 
 
-def _reply(state: State, step: int) -> BatchReply:
+def _batch_reply(state: State, step: int) -> BatchReply:
     record = state.steps[step]
     groups = [state.groups.by_id[group_id] for group_id in record.groups]
     named = [BatchGroup(group=g.id, num_samples=g.num_samples, num_tokens=g.num_tokens, oldest_version=g.oldest_version) for g in groups]
@@ -74,9 +74,9 @@ def answer_timed_out(state: State, step: int) -> None:
         state.answer(state.waiting_batches, step, BatchReply(step=step, version=state.version_of(step), reason=reason))
 
 
-def _choose(state: State, step: int) -> bool:
-    staleness.remove_stale_ready(state, step)
-    chosen = choice.choose(state, step)
+def _choose_groups(state: State, step: int) -> bool:
+    staleness.remove_stale_ready_groups(state, step)
+    chosen = choice.choose_groups(state, step)
     if not chosen:
         return False
     names, version, bound = [group.id for group in chosen], state.version_of(step), state.rules.max_staleness
@@ -96,7 +96,7 @@ def _end_of_source(state: State, step: int) -> Message:
         transitions.apply_transition(state, group, "dropped", "the source ended within a batch")
     filtered = state.meta.counted.get(FILTERED, 0)
     why = f" ({filtered} groups were dropped by the dynamic sampling filter)" if filtered else ""
-    text = f"the prompt source has ended: {choice.so_far(state, len(left))} for step {step}{why}; train for more epochs or stop"
+    text = f"the prompt source has ended: {choice.describe_ready(state, len(left))} for step {step}{why}; train for more epochs or stop"
     return Error(code="source_ended", text=text)
 
 
@@ -198,6 +198,6 @@ def free(state: State, checkpoint: int) -> None:
             state.groups.remove(group)
             state.tally(state.meta.moves, "committed>freed under a checkpoint")
             state.changed("groups", group.id)
-            prompts.free(state, group.id)
+            prompts.free_prompt(state, group.id)
         state.changed("steps", step)
     state.meta.oldest_kept_step = max(state.meta.oldest_kept_step, checkpoint)

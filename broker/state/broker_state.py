@@ -10,7 +10,19 @@ from broker.state.effects import Address, Bulk, Effect, Note, Notify, Record, Re
 from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, WITH_SAMPLES, Group, Groups, Phase, field_key
 from broker.state.lease_table import LeaseTable
 from broker.state.prompt_source import GroupResult, PromptSource, StatefulSource
-from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, Pace, PushRecord, StepRecord
+from broker.state.records import (
+    ROWS,
+    BufferFilter,
+    ClientRecord,
+    ConsumerRecord,
+    Evaluation,
+    Keyed,
+    Meta,
+    Pace,
+    PushRecord,
+    SettingsChange,
+    StepRecord,
+)
 from broker.state.rules import Rules
 from broker.state.timers import Key, Timers
 from broker.state.waiting import WaitingRequests
@@ -45,12 +57,12 @@ class State:
         self.groups = Groups()
         self.groups.required = frozenset(rules.required_fields)
         self.ended: dict[Phase, dict[str, Group]] = {DROPPED: {}, DEAD: {}}
-        self.clients: dict[str, Client] = {}
+        self.clients: dict[str, ClientRecord] = {}
         self.steps: dict[int, StepRecord] = {}
         self.evaluations: dict[str, Evaluation] = {}
-        self.consumers: dict[str, Consumer] = {}
+        self.consumers: dict[str, ConsumerRecord] = {}
         self.pushes: dict[str, PushRecord] = {}
-        self.changes: dict[str, Change] = {}
+        self.changes: dict[str, SettingsChange] = {}
         self._kept: dict[str, dict[Any, Any]] = {"groups": self.groups.by_id}
         self._kept |= {table: getattr(self, table) for table in ROWS if table not in ("meta", "groups", "ended")}
         self.timers = Timers()

@@ -20,7 +20,7 @@ LOST_PROMPT = "its stored prompt is damaged"
 LOST_ROW = "its stored record is damaged"
 
 
-def decoded(table: str, key: str, value: bytes | SlimebusError) -> Any:
+def decode_row(table: str, key: str, value: bytes | SlimebusError) -> Any:
     """A stored row. Raises SlimebusError, msgspec.DecodeError or UnicodeDecodeError for one that is damaged."""
     if isinstance(value, SlimebusError):
         raise value
@@ -68,7 +68,7 @@ def _lose_group(state: State, group_id: str) -> None:
     if group_id.startswith("eval/"):
         evaluation.recover_group(state, group_id, LOST_ROW)
     elif state.find_ended(group_id) is None:
-        prompt = prompts.find(state, group_id)
+        prompt = prompts.find_prompt(state, group_id)
         group = Group(id=group_id, position=prompt.position if prompt is not None else 0)
         record = next((record for record in state.steps.values() if group_id in record.groups), None)
         if record is not None:
@@ -106,7 +106,7 @@ def _lose_prompt(state: State, group: Group) -> None:
     """The prompt of a leased group cannot be read: taken from the source again, or dead where the source does not know it."""
     if group.phase != LEASED:
         return
-    prompt = prompts.find(state, group.id)
+    prompt = prompts.find_prompt(state, group.id)
     if prompt is None:
         transitions.apply_transition(state, group, "prompt gone", LOST_PROMPT)
         return

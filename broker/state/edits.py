@@ -24,7 +24,7 @@ def edit(state: State, event: Event, ask: Edit) -> None:
     reply = EditReply()
     for name in dict.fromkeys(ask.groups):
         try:
-            reply.done[name] = _drop(state, name, ask.reason) if ask.action == "drop" else _replay(state, name)
+            reply.done[name] = _drop_group(state, name, ask.reason) if ask.action == "drop" else _replay_group(state, name)
         except _CannotBe as refusal:
             reply.refused[name] = str(refusal)
     if reply.done:
@@ -36,7 +36,7 @@ class _CannotBe(Exception):
     """Why a group is left alone."""
 
 
-def _drop(state: State, name: str, reason: str) -> str:
+def _drop_group(state: State, name: str, reason: str) -> str:
     group = state.groups.by_id.get(name)
     if group is None:
         return _drop_ended(state, name)
@@ -54,7 +54,7 @@ def _drop(state: State, name: str, reason: str) -> str:
 
 
 def _drop_ended(state: State, name: str) -> str:
-    group = _ended(state, name)
+    group = _find_ended(state, name)
     if group.phase == DROPPED:
         return "dropped already"
     state.meta.ended[DEAD] -= 1
@@ -66,23 +66,23 @@ def _drop_ended(state: State, name: str) -> str:
     return "dropped"
 
 
-def _ended(state: State, name: str) -> Group:
+def _find_ended(state: State, name: str) -> Group:
     ended = state.find_ended(name)
     if ended is None:
         raise _CannotBe("unknown")
     return ended
 
 
-def _replay(state: State, name: str) -> str:
+def _replay_group(state: State, name: str) -> str:
     if (group := state.groups.by_id.get(name)) is not None:
         if group.reason != REPLAYED:
             raise _CannotBe(f"it is {group.phase}; only dead and dropped groups are replayed")
         return "queued"
     if state.meta.finishing:
         raise _CannotBe(FINISHED)
-    ended = _ended(state, name)
+    ended = _find_ended(state, name)
     if ended.phase == DROPPED:  # its prompt was not kept
-        prompt = prompts.find(state, name)
+        prompt = prompts.find_prompt(state, name)
         if prompt is None:
             raise _CannotBe("its prompt was not kept, and the source does not give it")
         state.save("prompts", name, prompt.record)
@@ -97,7 +97,7 @@ def _replay(state: State, name: str) -> str:
 
 def import_group(state: State, event: Event, ask: Import) -> None:
     """Take in a group: ready with its samples where this run could have made them, else queued with its prompt."""
-    made = _checked(state, ask, event.bulk)
+    made = _check_imported_samples(state, ask, event.bulk)
     known = state.groups.by_id.get(ask.group) or state.find_ended(ask.group)
     if known is not None:
         state.reply(event.to, EditReply(done={ask.group: f"here already: {known.phase}"}))
@@ -114,7 +114,7 @@ def import_group(state: State, event: Event, ask: Import) -> None:
     state.reply(event.to, EditReply(done={ask.group: f"{group.phase}{f': {why}' if why else ''}"}))
 
 
-def _checked(state: State, ask: Import, bulk: Sequence[Any]) -> CheckedGroup | None:
+def _check_imported_samples(state: State, ask: Import, bulk: Sequence[Any]) -> CheckedGroup | None:
     """The samples of an import; None where it has none that are worth training."""
     if not ask.group.startswith(IMPORTED) or len(ask.group.encode()) > MAX_GROUP_BYTES:
         raise ProtocolError(f"import: group {ask.group[:64]!r}; expected at most {MAX_GROUP_BYTES} bytes that begin with {IMPORTED!r}")
@@ -144,7 +144,7 @@ def _make_ready(state: State, group: Group, ask: Import, made: CheckedGroup) -> 
     group.lease = LeaseRecord(state.meta.next_lease, lineage=ask.lineage)
     group.put_lease = group.lease.id
     state.meta.next_lease += 1
-    leases.describe(group, made)
+    leases.note_sample_facts(group, made)
     group.phase, group.read_position = READY, state.meta.next_read_position
     state.meta.next_read_position += 1
     state.save("payloads", group.id, made.frames)

@@ -12,7 +12,7 @@ from broker.state.broker_state import State
 from broker.state.clients import note_end_told, set_serving
 from broker.state.effects import Event
 from broker.state.groups import WorkerLeases
-from broker.state.records import Client
+from broker.state.records import ClientRecord
 from slimebus.bus import messages as m
 from slimebus.bus.envelope import one_line
 from slimebus.bus.errors import SlimebusError
@@ -35,34 +35,34 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     metrics = itertools.islice(((name, value) for name, value in beat.metrics.items() if len(name) <= MAX_NAME_CHARS), MAX_METRICS)
     client.metrics = {name: value for name, value in metrics if abs(value) <= MAX_METRIC}
     set_serving(state, client, beat.lineage, beat.serving)
-    client.engines = [msgspec.structs.replace(one, **_bounded(one)) for one in beat.engines]
+    client.engines = [msgspec.structs.replace(one, **_limit_report(one)) for one in beat.engines]
     note_end_told(client, event.to.request, is_finished=state.is_finished)
     client.blocked_s, client.blocked_at = beat.blocked_s, one_line(beat.blocked_at[-MAX_PLACE_CHARS:])
-    outstanding = take_outcomes(client, beat.outcomes)
+    outstanding = record_outcomes(client, beat.outcomes)
     reply = m.HeartbeatReply(**state.meta.newest(), finished=state.is_finished, hints=state.hints_address, commands=outstanding)
     leases = state.groups.by_worker.get(client.name) or WorkerLeases()
     if beat.leases is not None:
-        _compare(state, client, leases, beat.leases, reply)
-    elif _are(leases.groups, beat):
+        _reconcile_leases(state, client, leases, beat.leases, reply)
+    elif _match_lease_sum(leases.groups, beat):
         state.leases.confirm(client.name, list(leases.unconfirmed))
     else:
-        reply.list_leases = not _are(leases.groups.keys() - leases.unconfirmed, beat)
+        reply.list_leases = not _match_lease_sum(leases.groups.keys() - leases.unconfirmed, beat)
     reply.recalled = [lease for lease, group in leases.groups.items() if group.lease.is_recalled]
     if not reply.list_leases:
         state.leases.extend(client.name, state.now + state.rules.lease_s)
     state.reply(event.to, reply)
 
 
-def _bounded(engine: m.EngineReport) -> dict[str, str]:
+def _limit_report(engine: m.EngineReport) -> dict[str, str]:
     return {name: one_line(getattr(engine, name)[:MAX_ENGINE_CHARS]) for name in ("url", "model", "state")}
 
 
-def _are(leases: Collection[int], beat: m.Heartbeat) -> bool:
+def _match_lease_sum(leases: Collection[int], beat: m.Heartbeat) -> bool:
     """True when these are as many leases as the worker works on, and of the same sum."""
     return len(leases) == beat.num_leases and sum(leases) % LEASE_SUM_MODULUS == beat.lease_sum
 
 
-def _compare(state: State, client: Client, leases: WorkerLeases, listed: Collection[int], reply: m.HeartbeatReply) -> None:
+def _reconcile_leases(state: State, client: ClientRecord, leases: WorkerLeases, listed: Collection[int], reply: m.HeartbeatReply) -> None:
     """Take a client's own list: what it lacks ends unless a later heartbeat names it; the answer lists what it holds no more."""
     named = set(listed)
     state.leases.confirm(client.name, leases.unconfirmed & named)
@@ -77,7 +77,7 @@ def _compare(state: State, client: Client, leases: WorkerLeases, listed: Collect
 
 def command(state: State, event: Event, ask: m.Command) -> None:
     """Hand a command to its worker, or say what became of it."""
-    worker = _worker(state, ask)
+    worker = _find_worker(state, ask)
     outcome = worker.outcomes.get(ask.key)
     if outcome is None and ask.key not in worker.commands:
         if len(worker.commands) >= MAX_COMMANDS:
@@ -87,7 +87,7 @@ def command(state: State, event: Event, ask: m.Command) -> None:
     state.reply(event.to, outcome or m.CommandReply(worker=worker.name))
 
 
-def _worker(state: State, ask: m.Command) -> Client:
+def _find_worker(state: State, ask: m.Command) -> ClientRecord:
     workers = {c.name: c for c in state.clients.values() if c.role == "rollout" and not c.is_gone and not c.is_fenced}
     names = ", ".join(workers) or "none"
     if not ask.worker and len(workers) != 1:
@@ -97,7 +97,7 @@ def _worker(state: State, ask: m.Command) -> Client:
     return workers[ask.worker] if ask.worker else next(iter(workers.values()))
 
 
-def take_outcomes(worker: Client, outcomes: dict[str, m.CommandReply]) -> list[m.Command]:
+def record_outcomes(worker: ClientRecord, outcomes: dict[str, m.CommandReply]) -> list[m.Command]:
     """What became of commands; those that the worker is still to be told of, or is at."""
     if outcomes:
         worker.outcomes = dict(list({**worker.outcomes, **outcomes}.items())[-MAX_COMMANDS:])

@@ -15,7 +15,7 @@ from broker.state.broker_state import FILTERED, State
 from broker.state.clients import end_lease, is_present, set_serving
 from broker.state.effects import Address, EvalPrompt, Event, StoredPrompt
 from broker.state.groups import EVAL, LEASED, TRAIN, Group, LeaseRecord
-from broker.state.records import Client
+from broker.state.records import ClientRecord
 from broker.state.rules import Sampling
 from broker.state.waiting import Kind, Waiting
 from slimebus.bus.messages import NO_VERSION, GiveBack, Lease, LeasedGroup, LeaseReply, Ok, Put, PutReply
@@ -41,7 +41,7 @@ def lease(state: State, event: Event, ask: Lease) -> None:
     key, waiting, rules = (event.sender, event.to.request), state.waiting_leases, state.rules
     set_serving(state, state.clients[event.sender], ask.lineage, ask.serving)
     if granted := state.groups.leased_at(*key):
-        _answer(state, event.to, granted)
+        _send_groups(state, event.to, granted)
         return
     if key not in waiting and (len(waiting) >= rules.max_parked or len(waiting.asked_by(event.sender)) >= rules.max_parked_per_client):
         deal(state)  # those before it in the same burst may have their groups now
@@ -70,7 +70,7 @@ def deal(state: State) -> None:
     granted: dict[Address, list[Group]] = {}
     while turn := next(line, None) or (wants_more.popleft() if wants_more else None):
         waiting, num_wanted = turn
-        group = _next_for(state, waiting, refused)
+        group = _next_group_for(state, waiting, refused)
         if group is None:
             if not _open_kinds(state, refused):  # nobody behind it gets anything; thousands may wait
                 break
@@ -86,10 +86,10 @@ def deal(state: State) -> None:
             state.waiting_leases.take((waiting.client, waiting.to.request))
     for to, groups in granted.items():
         state.waiting_leases.take((groups[0].lease.worker, to.request))
-        _answer(state, to, groups)
+        _send_groups(state, to, groups)
 
 
-def _can_begin(client: Client) -> bool:
+def _can_begin(client: ClientRecord) -> bool:
     return is_present(client) and not client.blocked_s
 
 
@@ -118,7 +118,7 @@ def _is_refused(state: State, waiting: Waiting[Lease], refused: Refused) -> bool
     return refused[waiting.kind]
 
 
-def _next_for(state: State, waiting: Waiting[Lease], refused: Refused) -> Group | None:
+def _next_group_for(state: State, waiting: Waiting[Lease], refused: Refused) -> Group | None:
     evaluated = _next_evaluated(state, waiting)
     if evaluated is not None and _is_turn_of(state, evaluated):
         return evaluated
@@ -127,7 +127,7 @@ def _next_for(state: State, waiting: Waiting[Lease], refused: Refused) -> Group 
     group = state.groups.first_queued(TRAIN)
     if group is not None and _is_suspect(state, group) and any(_is_suspect(state, g) for g in state.groups.leased_by(waiting.client)):
         group = None
-    return group or prompts.draw(state) or evaluated
+    return group or prompts.draw_group(state) or evaluated
 
 
 def _is_suspect(state: State, group: Group) -> bool:
@@ -165,18 +165,18 @@ def _grant(state: State, group: Group, waiting: Waiting[Lease]) -> None:
     lineage, version = (client.lineage, client.serving) if waiting.message.needs_weights else ("", NO_VERSION)
     group.lease = LeaseRecord(meta.next_lease, client.name, waiting.to.request, lineage, version, state.rules.samples_per_prompt)
     meta.next_lease += 1
-    partials.offer(state, group, is_wanted=waiting.message.takes_partials)
+    partials.discard_unusable_partial(state, group, is_wanted=waiting.message.takes_partials)
     transitions.apply_transition(state, group, "leased")
     state.leases.grant(group, state.now, state.now + state.rules.lease_s)
 
 
-def _answer(state: State, to: Address, groups: list[Group]) -> None:
+def _send_groups(state: State, to: Address, groups: list[Group]) -> None:
     records = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
-    begun = [frame for g in groups for frame in partials.frames(g)]
-    state.reply(to, LeaseReply(groups=[_leased(state, g) for g in groups]), [*records, *begun])
+    begun = [frame for g in groups for frame in partials.partial_payloads(g)]
+    state.reply(to, LeaseReply(groups=[_describe_lease(state, g) for g in groups]), [*records, *begun])
 
 
-def _leased(state: State, group: Group) -> LeasedGroup:
+def _describe_lease(state: State, group: Group) -> LeasedGroup:
     lease, num_samples = group.lease, num_samples_of(state, group)
     left_s = max(0.0, state.leases.deadline_of(group) - state.now)
     leased = LeasedGroup(group=group.id, lease=lease.id, num_samples=num_samples, deadline_s=left_s, sampling=_sampling(state, group))
@@ -218,7 +218,7 @@ def put(state: State, event: Event, done: Put) -> None:
     lost = _why_lost(group, event.sender, done)
     leased = None if lost else group
     try:
-        made = checked(state, event, leased)
+        made = check_samples(state, event, leased)
     except BadSamples as bad:
         text = f"put of group {done.group[:64]} by {event.sender}: {bad.text}"
         state.note(text, is_warning=True)
@@ -236,7 +236,7 @@ def put(state: State, event: Event, done: Put) -> None:
         end_lease(state, leased, "failed", f"put refused: {lost}")
         reply = PutReply(result="discarded", reason=lost)
     else:
-        reply = PutReply(result="accepted", reason=_accept(state, leased, made))
+        reply = PutReply(result="accepted", reason=_accept_samples(state, leased, made))
     state.leases.remember(done.lease, reply.result)
     state.reply(event.to, reply)
 
@@ -249,19 +249,19 @@ def _why_lost(group: Group | None, worker: str, done: Put) -> str:
     return ""
 
 
-def checked(state: State, event: Event, group: Group | None) -> CheckedGroup:
+def check_samples(state: State, event: Event, group: Group | None) -> CheckedGroup:
     """The samples of a put or a partial; group: they are made for its lease. Raises BadSamples."""
     num_samples, newest = (None, None) if group is None else (num_samples_of(state, group), state.meta.version)
     return check_group(event.bulk, num_samples=num_samples, newest=newest, max_bytes=state.max_message_bytes)
 
 
-def _accept(state: State, group: Group, made: CheckedGroup) -> str:
+def _accept_samples(state: State, group: Group, made: CheckedGroup) -> str:
     """Take samples in; why they are not kept, or nothing."""
     samples = made.samples
     good = [s for s in samples if not s.has_failed]
     group.put_lease = group.lease.id
     if group.kind == EVAL:
-        evaluation.score(state, group, made)
+        evaluation.score_group(state, group, made)
         return ""
     state.tally(state.meta.counted, "samples put", len(samples))
     state.tally(state.meta.counted, "samples failed", len(samples) - len(good))
@@ -272,29 +272,29 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     if not good:
         transitions.apply_transition(state, group, "failed", "every sample failed")
         return "every sample failed"
-    describe(group, made)
+    note_sample_facts(group, made)
     made_after = state.steps_behind(group.newest_version) if group.newest_version != NO_VERSION else 0
     group.steps_behind = max(made_after, group.partial.steps_behind)
-    _measure(state, group.num_tokens)
+    _update_mean_tokens(state, group.num_tokens)
     if state.rules.needs_spread and group.reward_std == 0.0:
         state.count_waste(NO_SPREAD, 1, group.num_tokens)
         _drop_filtered(state, group, NO_SPREAD)
         return NO_SPREAD
     state.meta.filtered_in_a_row = 0
     state.pace.group_seconds.append(state.now - state.leases.held_since[group.lease.id])
-    partials.used(state, group)
+    partials.note_partial_used(state, group)
     transitions.apply_transition(state, group, "put")
     group.losses = 0
     state.groups.index_for_consumers(group, state.meta.next_read_position)
     state.meta.next_read_position += 1
     if staleness.is_stale(state, group, state.next_unassigned):
-        staleness.remove_stale(state, group)
+        staleness.apply_on_stale(state, group)
     else:
         state.save("payloads", group.id, made.frames)
     return ""
 
 
-def describe(group: Group, made: CheckedGroup) -> None:
+def note_sample_facts(group: Group, made: CheckedGroup) -> None:
     """Note on a group what the broker must know of its samples; failed ones are only counted."""
     good = [s for s in made.samples if not s.has_failed]
     group.num_samples, group.num_failed = len(good), len(made.samples) - len(good)
@@ -315,7 +315,7 @@ def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
 
 
-def _measure(state: State, num_tokens: int) -> None:
+def _update_mean_tokens(state: State, num_tokens: int) -> None:
     """Take the size of a group into the running mean of the last ones."""
     meta = state.meta
     meta.num_measured = min(meta.num_measured + 1, MEAN_OVER)
@@ -352,10 +352,10 @@ def give_back(state: State, event: Event, back: GiveBack) -> None:
 def _take_partial(state: State, event: Event, group: Group, back: GiveBack) -> str:
     """Keep a partial; what is wrong with it, or nothing."""
     try:
-        made = checked(state, event, group)
+        made = check_samples(state, event, group)
     except BadSamples as bad:
         state.note(f"partial of group {group.id} by {group.lease.worker}: {bad.text}", is_warning=True)
         return bad.text
     if group.kind != EVAL and back.lineage == group.lease.lineage:
-        partials.keep(state, group, made)
+        partials.keep_partial(state, group, made)
     return ""

@@ -20,7 +20,7 @@ def version_range(samples: Sequence[SampleFacts]) -> tuple[int, int]:
     return oldest, max((s.newest_version for s in samples), default=NO_VERSION)
 
 
-def keep(state: State, group: Group, made: CheckedGroup) -> None:
+def keep_partial(state: State, group: Group, made: CheckedGroup) -> None:
     """Store what a worker made of a group it holds, in place of an older partial."""
     oldest, newest = version_range(made.samples)
     behind = state.steps_behind(newest) if newest != NO_VERSION else 0
@@ -29,7 +29,7 @@ def keep(state: State, group: Group, made: CheckedGroup) -> None:
     state.tally(state.meta.counted, "partials kept")
 
 
-def offer(state: State, group: Group, *, is_wanted: bool) -> None:
+def discard_unusable_partial(state: State, group: Group, *, is_wanted: bool) -> None:
     """Before a lease: let go of a partial that its taker cannot continue, or that would be too stale when it is trained."""
     oldest = group.partial.oldest_version
     if not is_wanted:
@@ -42,19 +42,19 @@ def offer(state: State, group: Group, *, is_wanted: bool) -> None:
         state.waste_partial(group, "partial grew too stale")
 
 
-def frames(group: Group) -> list[StoredPayload]:
+def partial_payloads(group: Group) -> list[StoredPayload]:
     """The bulk part of a lease reply that carries the partial of a group; empty when it has none."""
     return [StoredPayload(group.id, group.partial.num_frames, table="partials")] if group.partial.num_frames else []
 
 
-def used(state: State, group: Group) -> None:
+def note_partial_used(state: State, group: Group) -> None:
     """Samples of the group were accepted: they hold what the partial had."""
     if group.partial.num_frames:
         state.tally(state.meta.counted, "partials continued")
         state.delete_partial(group)
 
 
-def rewind(state: State, step: int, version: int) -> None:
+def discard_abandoned_partials(state: State, step: int, version: int) -> None:
     """Let go of every partial with tokens of a version that the new timeline never had: newer, or of its number and trained further."""
     for group in state.groups.by_id.values():
         if group.partial.newest_version > version or group.partial.steps_behind > step:

@@ -29,7 +29,7 @@ class Checked(msgspec.Struct, kw_only=True, frozen=True):
                 raise ConfigError(f"{field.name} is {value!r}; expected {describe(field.type)}") from None
 
 
-class EvalDataset(Checked, frozen=True):
+class HeldOutSet(Checked, frozen=True):
     """A held-out set: how many prompts it has, samples drawn per prompt and the sampling parameters."""
 
     num_prompts: Positive
@@ -54,7 +54,7 @@ class Rules(Checked, frozen=True):
     needs_spread: a group with equal rewards is dropped; max_filtered of them in a row end the run.
     max_parked: requests waiting for an answer, max_parked_per_client: of one client.
     max_clients: names that are joined. stall_min_s: a run without a step for less than this never counts as stalled.
-    agreed: settings that every process of the run must have (broker/state/agreement.py).
+    agreed: settings that every process of the run must have (slimebus/config/agreement.py).
     max_pushed: pushed prompts waiting to be sampled. waits_for_push: the run does not end when no prompt is left, more may be pushed.
     required_fields: a group is in no batch before it has all of them.
     eval_interval: versions between evaluations, 0 for none.
@@ -88,7 +88,7 @@ class Rules(Checked, frozen=True):
     required_fields: list[str] = []
     sampling: Sampling = {}
     agreed: dict[str, str] = {}
-    eval_datasets: dict[str, EvalDataset] = {}
+    eval_datasets: dict[str, HeldOutSet] = {}
     eval_interval: Count = 0
     eval_first: bool = True
 

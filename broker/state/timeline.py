@@ -47,7 +47,7 @@ def resume(state: State, event: Event, ask: Resume) -> None:
         raise SlimebusError(f"resume at step {ask.step}: {why}; {remedy}", code="step")
     fence_older_trainers(state, trainer)
     shared = _num_shared(state.meta, ask)
-    _begin(state, ask, shared)
+    _begin_timeline(state, ask, shared)
     meta.trainer = (trainer.name, trainer.instance)
     meta.lineages, meta.fork_steps = [*meta.lineages, ask.lineage][-MAX_LINEAGES:], [*meta.fork_steps, shared][-MAX_LINEAGES:]
     state.reply(event.to, Ok())
@@ -61,7 +61,7 @@ def _num_shared(meta: Meta, ask: Resume) -> int:
     return min([ask.step, *meta.fork_steps[max(0, len(meta.fork_steps) - num_since) :]])
 
 
-def _begin(state: State, ask: Resume, shared: int) -> None:
+def _begin_timeline(state: State, ask: Resume, shared: int) -> None:
     meta = state.meta
     was_at, had_lineage = meta.next_step, bool(meta.lineage)
     for step in list(state.waiting_batches):
@@ -76,8 +76,8 @@ def _begin(state: State, ask: Resume, shared: int) -> None:
     state.fetched_steps.clear()
     _rewind(state, shared, ask.version)
     _revoke_leases(state)
-    partials.rewind(state, shared, ask.version)
-    evaluation.cancel_running(state, f"the trainer {'resumed from an earlier step' if shared < was_at else 'started again'}")
+    partials.discard_abandoned_partials(state, shared, ask.version)
+    evaluation.cancel_running(state, f"the trainer {'resumed from an earlier step' if shared < was_at else 'restarted'}")
     meta.lineage, meta.version, meta.publishers, meta.digest = ask.lineage, NO_VERSION, [], ""
     meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
     meta.next_step, meta.oldest_kept_step, meta.finishing = ask.step, min(meta.oldest_kept_step, ask.step), False

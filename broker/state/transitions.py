@@ -65,7 +65,7 @@ def apply_transition(state: State, group: Group, cause: str, reason: str = "") -
         state.leases.remember(group.lease.id, "surplus")
     state.move(group, transition.phase, reason)
     if transition.phase in (DROPPED, DEAD):
-        _end(state, group, transition.phase, reason)
+        _end_group(state, group, transition.phase, reason)
     elif transition.phase == QUEUED:
         group.step, group.rewards = -1, []
     elif cause == "rewound":
@@ -88,7 +88,7 @@ def counted_transition(state: State, group: Group, cause: str) -> Transition:
     return TO_DEAD if count >= limit else transition
 
 
-def _end(state: State, group: Group, phase: Phase, reason: str) -> None:
+def _end_group(state: State, group: Group, phase: Phase, reason: str) -> None:
     """Take a group out of play; its record is kept."""
     state.groups.remove(group)
     group.reason = reason[:MAX_ENDED_REASON_CHARS]

@@ -316,7 +316,7 @@ def read_folder(folder: Path, *, is_checked: bool = True) -> Iterator[Records]:
     except lmdb.Error as bad:
         raise cannot_open(folder, bad) from None
     try:
-        with begin(env) as txn:
+        with begin_read(env) as txn:
             check_format(folder, txn.get(FORMAT_KEY))
             yield LmdbRecords(str(folder), txn, {name: handle for name in TABLES if (handle := _table(env, txn, name)) is not None})
     except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
@@ -325,7 +325,7 @@ def read_folder(folder: Path, *, is_checked: bool = True) -> Iterator[Records]:
         env.close()
 
 
-def begin(env: Any) -> Any:
+def begin_read(env: Any) -> Any:
     """A read transaction, of a map that a working broker may have grown meanwhile."""
     try:
         return env.begin(buffers=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from slimebus.bus.errors import SlimebusError
 from slimebus.sweep.plots import GREY, INK, RULE, STYLE
 from slimebus.telemetry.formatting import duration
-from slimebus.view.report import Report, Rows
+from slimebus.view.report import Rows, RunReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ REWARD_WINDOW = 9
 """Steps that the drawn reward is averaged over; each step's own is drawn faintly behind it."""
 
 
-def draw_curve(report: Report, path: Path, *, dataset: str, max_staleness: float, rl_s: float, machine: str = "") -> None:
+def draw_curve(report: RunReport, path: Path, *, dataset: str, max_staleness: float, rl_s: float, machine: str = "") -> None:
     """Write the picture of a run to `path` (PNG, 1650 x 990 pixels), making its folder. Needs matplotlib.
 
     dataset: its mean reward is the accuracy. rl_s: how long it all took, and machine: where it ran, for the title.

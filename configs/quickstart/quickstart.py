@@ -21,8 +21,8 @@ from rich.console import Console
 
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
 from slimebus.config import resolve
+from slimebus.process.supervisor import Supervisor, describe_exit
 from slimebus.view import report
-from slimebus.view.local_run import LocalRun, describe
 from slimebus.view.result_table import result_table
 
 HERE = Path(__file__).parent
@@ -186,10 +186,10 @@ def write_run(recipe: str, folder: Path, run_dir: Path, changes: dict[str, Any])
 
 def run_stage(title: str, file: Path) -> None:
     """Run broker, trainer and worker of a run.yaml to their end, showing how it goes. Raises SlimebusError if one fails."""
-    stage = LocalRun(resolve(file), [str(file)], title=title, quiet=True)
+    stage = Supervisor(resolve(file), [str(file)], title=title, quiet=True)
     code = stage.run()
     if stage.failed is not None:
-        raise SlimebusError(f"{describe(stage.failed)}\n{tail_of(stage.failed.log_file)}")
+        raise SlimebusError(f"{describe_exit(stage.failed)}\n{tail_of(stage.failed.log_file)}")
     if code:
         raise KeyboardInterrupt
 

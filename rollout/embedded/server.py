@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 
 from rollout.embedded.core import DecodeLoop, EngineCore
 from rollout.embedded.kv_cache import KVCache
-from rollout.embedded.model import Model
-from rollout.embedded.model_config import ModelConfig
+from rollout.embedded.model import EmbeddedModel
+from rollout.embedded.model_config import EmbeddedModelConfig
 from rollout.embedded.model_weights import ModelWeights
 from rollout.embedded.request import GenerateBody, RequestExpander
 from rollout.embedded.scheduler import Scheduler
@@ -300,14 +300,14 @@ SWITCH_INTERVAL_S = 0.0005
 def load_engine(settings: Settings) -> EngineCore:
     """Read the model and build everything that needs no socket."""
     torch.set_num_threads(settings.threads)
-    config = ModelConfig.read(settings.model_path)
+    config = EmbeddedModelConfig.read(settings.model_path)
     dtype = getattr(torch, settings.served_dtype)
     cache = KVCache(config, int(settings.kv_cache_gb * 2**30), dtype)
     max_tokens = min(config.max_position_embeddings, cache.budget_tokens)
     if max_tokens < 2:
         raise ConfigError(f"--kv-cache-gb {settings.kv_cache_gb} holds {cache.budget_tokens} tokens of this model; give more")
     scheduler = Scheduler(max_running=settings.max_running_requests, max_prefill_tokens=settings.max_prefill_tokens, cache=cache)
-    model = Model(config, ModelWeights(settings.model_path, config, dtype), max_tokens)
+    model = EmbeddedModel(config, ModelWeights(settings.model_path, config, dtype), max_tokens)
     return EngineCore(model, cache, scheduler, seed=settings.seed, tokenizer=_read_tokenizer(settings.model_path / "tokenizer.json"))
 
 

@@ -233,4 +233,4 @@ class Dispatch:
 
     async def _abort(self, group: str | None) -> None:
         # One engine that cannot be reached keeps no other from handing over.
-        await asyncio.gather(*(engine.abort(group) for engine in self.pool.asked), return_exceptions=True)
+        await asyncio.gather(*(engine.abort(group) for engine in self.pool.request_targets), return_exceptions=True)

@@ -17,8 +17,8 @@ from typing import Any
 
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import LeasedGroup
-from slimebus.process import hooks
-from slimebus.process.hooks import text_of, user_line
+from slimebus.hooks import hooks
+from slimebus.hooks.hooks import text_of, user_line
 
 CANCEL_S = 6.0
 """How long a cancelled plug-in may clean up; then it is left behind."""

@@ -142,18 +142,18 @@ class Session:
         if self.engines is None:
             raise HookError("session.generate needs an engine, and engine.engine is none")
         before = self.snapshot()
-        self._follow(context, tools)
+        self._follow_context(context, tools)
         if (request := self.request(**sampling)) is None:
             made = self.cut_off()
             self.restore(before)
             self._record.finish_reason = "length"
-            return made if self.responses() else self.take(made)
+            return made if self.responses() else self.record_turn(made)
         self._is_busy = True
         try:
-            (made,) = await self._ask([request])
+            (made,) = await self._sample([request])
         finally:
             self._is_busy = False
-        return self.take(made)
+        return self.record_turn(made)
 
     def observe(self, what: Context | str, *, is_trained: bool = False) -> None:
         """Add what no policy said: new chat messages (a tool's answer), text, or token ids. Version -1, logprob 0, mask 0.
@@ -226,7 +226,7 @@ class Session:
             task=self.task, prompt_ids=self.token_ids, token_ids=NONE, logprobs=none, versions=[], text="", finish_reason="length"
         )
 
-    def take(self, made: Response) -> Response:
+    def record_turn(self, made: Response) -> Response:
         """Record a turn, and give it its text."""
         record = self._record
         made.text = without_stop(self.tokenizer.decode(made.token_ids), made)
@@ -259,7 +259,7 @@ class Session:
         if self._is_busy:
             raise UsageError("a session makes one turn at a time; await it, or call session.branch() before it for several at once")
 
-    async def _ask(self, requests: list[Task]) -> list[Response]:
+    async def _sample(self, requests: list[Task]) -> list[Response]:
         assert self.engines is not None
         begin, started = time.time(), time.perf_counter()
         try:
@@ -273,7 +273,7 @@ class Session:
 
     # --- messages to tokens ---
 
-    def _follow(self, context: Context | None, tools: Messages | None) -> None:
+    def _follow_context(self, context: Context | None, tools: Messages | None) -> None:
         """Bring the record to this context. tools: None for those it has, [] for none."""
         record, wanted = self._record, self.tools if tools is None else tools or None
         has_other_tools = wanted != self.tools
@@ -294,16 +294,16 @@ class Session:
                 return
             prompt_ids = self.tokenizer.encode_prompt(given, *([wanted] if wanted else []))
             self.tools = wanted  # not before: the template may refuse it all
-            self._begin(prompt_ids, given)
+            self._begin_record(prompt_ids, given)
             return
         self._render()
         ids, held = token_ids("context", context), self.token_ids
         if np.array_equal(ids[: len(held)], held):
             self.observe(ids[len(held) :])
         else:
-            self._begin(ids, [])
+            self._begin_record(ids, [])
 
-    def _begin(self, prompt_ids: np.ndarray, messages: Messages) -> None:
+    def _begin_record(self, prompt_ids: np.ndarray, messages: Messages) -> None:
         """Go on with another record; the one so far is a sample, where anything was made in it."""
         if self._record.is_made:
             self._closed.append(self._record)

@@ -26,10 +26,10 @@ log = logging.getLogger("slimebus")
 
 ANSWER_S = 5.0
 BROKER_AWAY_S = 600.0
-"""A member waits so long for an answer: a broker may be started again, on another machine, or wait for its disk."""
+"""A member waits so long for an answer: a broker may be restarted, on another machine, or wait for its disk."""
 CONNECT_S, LISTEN_POLL_S = 1.0, 0.2
 RESTART_S = 3.0
-"""A broker that is started again listens within this."""
+"""A broker that is restarted listens within this."""
 NAME_IN_DOUBT = "name_in_doubt"
 """Code of the answer to a hello while the broker waits for a sign of the process that has the name."""
 WRONGLY_ASKED = ("forbidden", "no_dataset")

@@ -19,7 +19,7 @@ from slimebus.config.engine_plan import engine_specs
 from slimebus.config.flags import trainer_command, trainer_options
 from slimebus.config.load import Resolved
 from slimebus.config.model_folder import context_length, read_config, tokenizer_differences, vocabulary_problems, weights_problems
-from slimebus.process import hooks
+from slimebus.hooks import hooks
 from slimebus.prompts.prompt_files import FileSpec, parse
 from slimebus.prompts.prompt_parquet import check_columns
 from slimebus.prompts.prompt_record import BYTE_ORDER_MARK, LineReader, PromptKeys

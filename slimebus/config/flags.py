@@ -192,7 +192,7 @@ def split_words(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
     return None, words
 
 
-class Target(NamedTuple):
+class RunTarget(NamedTuple):
     """The run that a command is about, and the words after its RUN.yaml."""
 
     file: Path | None
@@ -211,7 +211,7 @@ def of_run(names: str = "", count: int | None = None) -> Callable[[Callable[...,
                 raise UsageError(f"{others[0]!r} is not a RUN.yaml; this command takes no other word")
             if count not in (None, len(others)):
                 raise UsageError(f"got {' '.join(others) or 'nothing'}; expected {names}")
-            command(Target(file, from_context(click.get_current_context(), file), others), **own)
+            command(RunTarget(file, from_context(click.get_current_context(), file), others), **own)
 
         return click.argument("words", nargs=-1, metavar=f"[RUN.yaml] {names}".strip())(with_run)
 

@@ -26,7 +26,7 @@ GUARD_PATH = __file__
 """To run it by path."""
 
 
-def guarded(command: Sequence[str]) -> list[str]:
+def guarded_command(command: Sequence[str]) -> list[str]:
     """The command under a guard: it ends with all that it started when the guard is told to, and when this process ends, killed or not."""
     return [sys.executable, GUARD_PATH, str(os.getpid()), *command]
 
@@ -63,7 +63,7 @@ def signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def ending(status: int) -> str:
+def describe_exit_status(status: int) -> str:
     """How a guarded command ended, from the status of its guard."""
     number = status - KILLED_BY if status > KILLED_BY else -status
     return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit status {status}"

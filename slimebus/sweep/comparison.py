@@ -13,7 +13,7 @@ import msgspec
 
 from slimebus.bus.errors import UsageError
 from slimebus.sweep import plots
-from slimebus.sweep.results import ETA, RunResult, by_condition, number
+from slimebus.sweep.results import ETA, RunResult, group_by_condition, number
 from slimebus.sweep.statistics import conclusion, estimate, score_of, short, speed_of
 from slimebus.telemetry.formatting import columns, duration
 
@@ -51,7 +51,7 @@ def main_axis(results: Sequence[RunResult], wanted: str = "") -> str:
 
 def table(results: Sequence[RunResult], axis: str) -> list[tuple[str, ...]]:
     """A row for each condition: its value of the axis, and the columns of HEADER."""
-    return [(of[0].condition.get(axis, "all"), *_cells(of)) for of in by_condition(results).values()]
+    return [(of[0].condition.get(axis, "all"), *_cells(of)) for of in group_by_condition(results).values()]
 
 
 def _cells(of: Sequence[RunResult]) -> list[str]:

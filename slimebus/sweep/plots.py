@@ -7,7 +7,7 @@ from operator import ge
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from slimebus.sweep.results import BUCKETS, RunResult, by_condition, number
+from slimebus.sweep.results import BUCKETS, RunResult, group_by_condition, number
 from slimebus.sweep.statistics import Estimate, score_of, short, speed_of
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _bars(estimates: Sequence[Estimate]) -> tuple[list[float], list[list[float]]
 
 
 def _lines(runs: Sequence[RunResult], axis: str) -> dict[str, list[RunResult]]:
-    return {of[0].condition.get(axis, "all"): of for of in by_condition(run for run in runs if run.points).values()}
+    return {of[0].condition.get(axis, "all"): of for of in group_by_condition(run for run in runs if run.points).values()}
 
 
 def _line_style(i: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ NAME_MISTAKE = "did you mean"
 """In a problem that another trial could not be without: the sweep is refused, and not the trial alone."""
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class TrialOutcome(msgspec.Struct, kw_only=True):
     """trial.json. starts: above 1 for a trial that was begun, killed and gone on with; seconds: of all of them."""
 
     condition: dict[str, str]
@@ -47,25 +47,25 @@ class Outcome(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
 
 
-def recorded(run_dir: Path) -> Outcome | None:
+def saved_outcome(run_dir: Path) -> TrialOutcome | None:
     """What trial.json says; None of a directory that has none. Raises DataError with its path when it is spoilt."""
     file = run_dir / "trial.json"
     try:
-        return msgspec.convert(json.loads(file.read_bytes()), Outcome) if file.is_file() else None
+        return msgspec.convert(json.loads(file.read_bytes()), TrialOutcome) if file.is_file() else None
     except (msgspec.ValidationError, ValueError) as bad:
         raise DataError(f"{file} is spoilt ({bad}); remove it to begin this trial anew") from None
 
 
-def read_outcome(sweep: Sweep, trial: Trial) -> Outcome:
+def read_outcome(sweep: Sweep, trial: Trial) -> TrialOutcome:
     """What became of it so far. Raises UsageError when it was begun with other options."""
-    found = recorded(sweep.run_dir(trial)) or Outcome(condition=trial.condition, options=trial.options, seed=trial.seed)
+    found = saved_outcome(sweep.run_dir(trial)) or TrialOutcome(condition=trial.condition, options=trial.options, seed=trial.seed)
     if found.options != trial.options:
         changed = sorted(n for n in found.options.keys() | trial.options if found.options.get(n) != trial.options.get(n))
         raise UsageError(f"{sweep.run_dir(trial)} was begun with another {', '.join(changed)}; give another sweep_dir, or remove it")
     return found
 
 
-def write_outcome(sweep: Sweep, trial: Trial, outcome: Outcome) -> None:
+def write_outcome(sweep: Sweep, trial: Trial, outcome: TrialOutcome) -> None:
     """Replace trial.json in one move."""
     sweep.run_dir(trial).mkdir(parents=True, exist_ok=True)
     with replacing(sweep.run_dir(trial) / "trial.json") as file:
@@ -75,7 +75,7 @@ def write_outcome(sweep: Sweep, trial: Trial, outcome: Outcome) -> None:
 class Running:
     """A trial under way, on one of the `parallel` shares of the machine."""
 
-    def __init__(self, trial: Trial, outcome: Outcome, child: ChildProcess, share: int) -> None:
+    def __init__(self, trial: Trial, outcome: TrialOutcome, child: ChildProcess, share: int) -> None:
         self.trial, self.outcome, self.child, self.share = trial, outcome, child, share
         self.begun_at, self.earlier_s, self.scores_read_at = time.monotonic(), outcome.seconds, 0.0
 
@@ -148,7 +148,7 @@ class Runner:
         elif self.sweep.plan.early_stop and time.monotonic() - running.scores_read_at > SCORES_POLL_S:
             running.scores_read_at = time.monotonic()
             others = [self.scores(t) for t in self.sweep.trials if self.outcomes[t.name].state == "done"]
-            if why := hopeless(self.scores(running.trial), others, self.sweep.plan.early_stop):
+            if why := why_hopeless(self.scores(running.trial), others, self.sweep.plan.early_stop):
                 self._take_out(group, running)
                 self._end(running.trial, "stopped", why)
 
@@ -192,7 +192,7 @@ def dealt(ids: Sequence[int], parallel: int, share: int) -> Sequence[int]:
     return ids[share * size : (share + 1) * size]
 
 
-def hopeless(rows: report.Rows, others: Sequence[report.Rows], rule: EarlyStop) -> str:
+def why_hopeless(rows: report.Rows, others: Sequence[report.Rows], rule: EarlyStop) -> str:
     """Why a trial with these evaluations need not go on; empty when it may.
 
     The median stopping rule (Golovin et al., "Google Vizier", 2017, section 3.2.1) with a margin: its best score so far, at the upper end

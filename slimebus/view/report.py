@@ -21,7 +21,7 @@ STEP_PARTS = ("wait_s", "train_s", "publish_s", "save_s")
 Rows = list[dict[str, Any]]
 
 
-class Report(msgspec.Struct):
+class RunReport(msgspec.Struct):
     """A run's records. steps: the trainer's rows, each step once; evals: finished evaluations, oldest version first.
 
     workers: for each rollout worker its rows, one for each version it served.
@@ -37,14 +37,14 @@ class Report(msgspec.Struct):
         return [row for row in self.evals if row["dataset"] == dataset and row["mean_reward"] is not None]
 
 
-def read(run_dir: Path) -> Report:
+def read(run_dir: Path) -> RunReport:
     """The records under `run_dir`. Raises DataError when it holds none."""
     metrics = run_dir / "metrics"
     steps = {row["step"]: row for row in read_rows(metrics / "trainer.jsonl") if "step" in row}
     if not steps:
         raise DataError(f"{run_dir}: no trained step on record (metrics/trainer.jsonl)")
     evals = {(row["dataset"], row["version"]): row for row in read_rows(metrics / "broker.jsonl") if "evaluation" in row}
-    return Report(
+    return RunReport(
         steps=[steps[s] for s in sorted(steps)],
         evals=[evals[key] for key in sorted(evals, key=lambda k: k[1])],
         workers=[read_rows(file) for file in sorted(metrics.glob("rollout-*.jsonl"))],
@@ -86,7 +86,7 @@ def page_url(run_dir: Path) -> str:
     return ""
 
 
-def summarise(report: Report) -> dict[str, Any]:
+def summarise(report: RunReport) -> dict[str, Any]:
     """Steps, lag, dropped groups by reason, delta size and idle shares of a run (the keys of result.json)."""
     steps = report.steps
     samples = [row.get("num_samples", 0.0) for row in steps]
@@ -103,7 +103,7 @@ def summarise(report: Report) -> dict[str, Any]:
     }
 
 
-def result(report: Report, dataset: str, config: RunConfig) -> dict[str, Any]:
+def result(report: RunReport, dataset: str, config: RunConfig) -> dict[str, Any]:
     """The keys of result.json that the records of one run tell; those of the accuracy when `dataset` was evaluated twice or more."""
     found = {**summarise(report), "max_staleness": config.broker.most_stale, "rl_s": report.steps[-1]["elapsed_s"], "seed": config.seed}
     evals = report.evaluations(dataset)

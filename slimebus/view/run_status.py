@@ -58,7 +58,7 @@ class RunStatus:
         return self.status.get("state") == "finished"
 
     def poll(self, patience_s: float = 0.0) -> None:
-        """Ask the broker; one that was started again may have another address. patience_s: how long to wait until one listens."""
+        """Ask the broker; one that was restarted may have another address. patience_s: how long to wait until one listens."""
         try:
             if self._client is None:
                 self._address = ""
@@ -74,7 +74,7 @@ class RunStatus:
                 self._read_file()
 
     def _with_earlier_steps(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The status, with the steps seen before of which a broker that was started again knows no more."""
+        """The status, with the steps seen before of which a broker that was restarted knows no more."""
         if (found["run"], found["lineage"]) != (self.status.get("run"), self.status.get("lineage")):
             return found
         first = found["steps"][0]["step"] if found["steps"] else found["step"]

@@ -11,7 +11,7 @@ import pytest
 from made_samples import frames, made
 from manual_clock import ManualClock
 
-from broker.service import Broker
+from broker.request_loop import Broker
 from broker.state.effects import StepHistory
 from broker.state.prompt_source import Prompt, PromptSource
 from broker.state.rules import Rules

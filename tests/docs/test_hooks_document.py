@@ -21,7 +21,7 @@ from slimebus.bus.samples import Sample
 from slimebus.config import resolve
 from slimebus.config.fields import sections
 from slimebus.config.schema import RewardName
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.objective.build_objective import build_objective
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
@@ -176,7 +176,7 @@ def test_the_algorithm_clips_rewards_and_leaves_out_what_was_cut_off(tmp_path: P
         ones = np.ones(length + 1, np.float32)
         return Sample(tokens=ones.astype(np.int32), loss_mask=ones.astype(np.uint8), rollout_logprobs=-ones, versions=[], reward=reward)
 
-    batch = objective.batch_of([Group(id="0", samples=[sample(1, 5.0), sample(3, 0.5), sample(2, -1.0)])], 0)
+    batch = objective.batch_of([TrainingGroup(id="0", samples=[sample(1, 5.0), sample(3, 0.5), sample(2, -1.0)])], 0)
     batch = batch.with_columns(objective.advantages(batch))
     assert batch["advantages"][batch.ends - 1] == pytest.approx(np.array([1, 0, -1]) * 0.5 / (6**-0.5 + 1e-4))
     weights = objective.prepare(batch)["loss_weight"].values

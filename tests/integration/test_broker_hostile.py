@@ -12,7 +12,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.service import Broker
+from broker.request_loop import Broker
 from broker.source import FileRows, FileSource
 from broker.state.rules import Rules
 from broker.store import MemoryStore

@@ -39,7 +39,7 @@ def failures(node: Process) -> list[str]:
 
 
 def test_two_nodes_train_as_one_and_start_again_together_when_a_rank_dies(tmp_path: Path, task: Path) -> None:
-    """kill -9 of node 1's rank: both nodes' ranks are ended and started again, and go on from the newest checkpoint."""
+    """kill -9 of node 1's rank: both nodes' ranks are ended and restarted, and go on from the newest checkpoint."""
     with Run(tmp_path, task, trainer__save_interval=1, rollout__num_rollout=5) as run:
         run.start("broker")
         nodes = start_nodes(run, "--max-restarts", "1")

@@ -1,4 +1,4 @@
-"""A sweep of real runs, killed in the middle: started again it goes on, and loses and repeats nothing that was recorded."""
+"""A sweep of real runs, killed in the middle: restarted it goes on, and loses and repeats nothing that was recorded."""
 
 import json
 import sys

@@ -13,8 +13,8 @@ import torch
 
 from slimebus.bus.errors import DataError, HookError, SlimebusError
 from slimebus.config import RunConfig
-from slimebus.process import hooks
-from trainer.batches.batch import Batch, Column, Group
+from slimebus.hooks import hooks
+from trainer.batches.batch import Batch, Column, TrainingGroup
 from trainer.batches.flatten import COLUMNS, advantage_problems, flatten
 from trainer.objective.aggregation import token_weights
 from trainer.objective.kl import kl_term
@@ -105,7 +105,7 @@ class Objective:
 
     # --- what the host computes, on rank 0 ---
 
-    def batch_of(self, groups: Sequence[Group], version: int | None) -> Batch:
+    def batch_of(self, groups: Sequence[TrainingGroup], version: int | None) -> Batch:
         """The batch of these groups. Raises DataError where some samples alone bring advantages."""
         for problem in advantage_problems(groups).values():
             raise DataError(problem)

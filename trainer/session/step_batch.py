@@ -12,7 +12,7 @@ import numpy as np
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.sample_table import oldest_version
 from slimebus.bus.samples import Sample
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.checkpoint.folder import Progress
 
 ZERO_VARIANCE = "zero_variance"
@@ -50,7 +50,7 @@ class StepBatch(msgspec.Struct):
     step: int
     version: int
     next_version: int
-    groups: list[Group]
+    groups: list[TrainingGroup]
     lags: list[int]
     num_rejected: int = 0
     learning_rates: tuple[float, ...] = ()
@@ -129,7 +129,7 @@ class BatchSource(Protocol):
     def begin(self, start: Progress, publication: Any, vocab_size: int) -> None:
         """Training begins where `start` ends; the versions are those of `publication`. Token ids are below vocab_size."""
 
-    def take(self, step: int, wait_s: float) -> StepBatch | None:
+    def take_batch(self, step: int, wait_s: float) -> StepBatch | None:
         """The batch of `step`, or None when it is not here after wait_s seconds. Raises EndOfBatches."""
 
     def record(self, batch: StepBatch) -> None:

@@ -9,7 +9,7 @@ import click
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import Scalar, Set, SetReply
 from slimebus.client.connect import RESTART_S, visit
-from slimebus.config.flags import RunCommand, Target, asks_broker, of_run
+from slimebus.config.flags import RunCommand, RunTarget, asks_broker, of_run
 from slimebus.telemetry.formatting import columns
 
 INFINITE = ("inf", ".inf", "unbounded")
@@ -19,7 +19,7 @@ INFINITE = ("inf", ".inf", "unbounded")
 @of_run("[NAME VALUE]...")
 @asks_broker(10.0)
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object.")
-def set_(run: Target, broker: str | None, as_json: bool, timeout_s: float) -> None:
+def set_(run: RunTarget, broker: str | None, as_json: bool, timeout_s: float) -> None:
     """Change settings of a run while it goes on; without a NAME, show those that can be changed and their values.
 
     NAME is a config field with or without its section, as in `max-staleness 4` or `broker.max_staleness=4`. All are changed or none.

@@ -95,5 +95,5 @@ def _report_problem(run: RunStatus) -> None:
 
 
 def _heading(run: RunStatus) -> str:
-    what = "the run is over" if run.is_over else "no broker runs; started again with the same run directory it goes on"
+    what = "the run is over" if run.is_over else "no broker runs; restart it with the same run directory to resume the run"
     return f"{what}. Its last status, {duration(time.time() - run.made_at)} old:"

@@ -9,7 +9,7 @@ from slimebus.bus.errors import EXIT_FAILURE, FatalWeightsError, UsageError
 EXISTING = click.Path(exists=True, path_type=Path)
 
 
-class Group(click.Group):
+class WeightsCommands(click.Group):
     """A path that holds no weights, or others than are needed, is a mistake of who named it."""
 
     def invoke(self, ctx: click.Context) -> object:
@@ -19,7 +19,7 @@ class Group(click.Group):
             raise UsageError(bad.text, code=bad.code) from None
 
 
-@click.group(cls=Group)
+@click.group(cls=WeightsCommands)
 def weights() -> None:
     """Apply and verify weights as files.
 

@@ -26,7 +26,7 @@ from slimebus.atomic_file import replacing
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.files import delta_file
 from slimebus.weights.messages import DELTA, SAME, Manifest
-from slimebus.weights.pull.plan import Plan
+from slimebus.weights.pull.plan import PullPlan
 from slimebus.weights.pull.pull_loop import HostPullSharing, PullLoop, RetryPull
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE, Target, Weights, checksum
@@ -216,7 +216,7 @@ class DiskPuller(PullLoop):
         super().__init__(str(folder), host)
         self.folder = folder
 
-    def _round(self, plan: Plan, deadline: float) -> Weights:
+    def _round(self, plan: PullPlan, deadline: float) -> Weights:
         try:
             latest = read_latest(self.folder)
             if latest is None:
@@ -233,7 +233,7 @@ class DiskPuller(PullLoop):
             raise WeightsError(f"version {latest.version} in {self.folder} has digest {weights.digest}, announced was {latest.digest}")
         return weights
 
-    def _shared(self, latest: Latest, plan: Plan, deadline: float) -> Weights | None:
+    def _shared(self, latest: Latest, plan: PullPlan, deadline: float) -> Weights | None:
         """The version without reading its payloads, when this worker and its neighbours have all of it; None when it is to be read."""
         if self._host is None:
             return None

@@ -1,4 +1,4 @@
-"""What a pull knows, what it still needs, and whether what came is right. No socket here."""
+"""The tensors that a pull has verified, and those that it still needs. No socket here."""
 
 import functools
 from collections import Counter
@@ -6,15 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from slimebus.bus.errors import FatalWeightsError, WeightsError
-from slimebus.weights.codec import delta_codec
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, Manifest, TensorEntry
-from slimebus.weights.tensors import NO_BASE, Target, Tensor, TensorForm, Weights, checksum, digest_of, hash_bytes
-from slimebus.weights.threads import Threads
+from slimebus.weights.tensors import NO_BASE, Target, Tensor, TensorForm, Weights, digest_of
 
 MAX_WRONG_BYTES = 3
 """A tensor that fails its hash this often in one pull is not tried again."""
@@ -71,27 +68,8 @@ class TensorDownload:
         self.payload[offset : offset + len(frame)] = np.frombuffer(frame, np.uint8)
         self.missing_bytes -= len(frame)
 
-    def verify(self, threads: Threads | None = None) -> bool:
-        """Make the tensor; True when it is what its publisher says. Changes only its own buffers. threads: for units of it."""
-        if self.base is None:
-            return hash_bytes(self.payload.data) == self.form.hash
-        if checksum(self.payload.data) != self.entry.payload_hash:
-            return False
-        made = blake3()
-        try:
-            delta_codec.apply(
-                self.payload,
-                self.result.view(np.uint16),
-                base=self.base.tensor.steps,
-                on_unit=lambda values: made.update(values.view(np.uint8).data),
-                threads=threads,
-            )
-        except WeightsError:
-            return False
-        return made.hexdigest() == self.form.hash
 
-
-class Plan:
+class PullPlan:
     """What one pull knows so far. It outlives the rounds, so that verified tensors are never fetched twice.
 
     folder: where its tensors come to be; None: in this process's own memory.
@@ -163,7 +141,7 @@ class Plan:
         for known in self.known.values():
             known.version = NO_BASE
 
-    def for_next_pull(self) -> "Plan":
+    def for_next_pull(self) -> "PullPlan":
         """The plan for another pull: what is verified is known, what was wrong, or elsewhere, may be right by then."""
         self._wrong.clear()
         self.past_sources.clear()

@@ -118,15 +118,15 @@ class Stream:
             if chunk is None:
                 continue
             if isinstance(message, ChunkReply) and not message.later:
-                complete += self._take(chunk, message, bulk, counts)
+                complete += self._place_pieces(chunk, message, bulk, counts)
             elif isinstance(message, ChunkReply):
                 self._postpone(chunk, LATER_STALLS * self.connection.stall_s if message.is_pulling else BEGIN_S)
             elif not isinstance(message, SlimebusError):
-                raise self._wrong(f"answered a chunk request with {type(message).__name__}")
+                raise self._wrong_answer(f"answered a chunk request with {type(message).__name__}")
             elif message.code == BUSY:
                 self._postpone(chunk, LATER_STALLS * self.connection.stall_s)
             elif message.retryable or self.source:
-                raise self._wrong(f"answered: {message.text}")
+                raise self._wrong_answer(f"answered: {message.text}")
             else:
                 raise message
         if self.pending and self.connection.is_stalled:
@@ -138,16 +138,16 @@ class Stream:
                 self._send(chunk)
         return complete
 
-    def _wrong(self, what: str) -> RetryPull:
+    def _wrong_answer(self, what: str) -> RetryPull:
         return BadSource(self.source, what) if self.source else RetryPull(f"{self.connection.endpoint} {what}")
 
-    def _take(self, chunk: Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: Counter[str]) -> list[TensorDownload]:
+    def _place_pieces(self, chunk: Chunk, reply: ChunkReply, bulk: Sequence[memoryview], counts: Counter[str]) -> list[TensorDownload]:
         """Put the pieces where they belong. A download with a piece that is gone never completes."""
         complete: list[TensorDownload] = []
         gone = set(reply.gone)
         expected = [0 if index in gone else place[2] for index, place in enumerate(chunk.places)]
         if [len(frame) for frame in bulk] != expected:
-            raise self._wrong("answered a chunk request with other pieces than asked for")
+            raise self._wrong_answer("answered a chunk request with other pieces than asked for")
         for index, ((download, offset, length), frame) in enumerate(zip(chunk.places, bulk, strict=True)):
             if index in gone:
                 self.gone = download.entry.name

@@ -219,7 +219,7 @@ def test_an_engine_whose_server_answers_but_that_makes_no_token_is_out_of_servic
         asked = list[bool]()
         for client in (stuck, idle):
             client.answers = lambda timeout_s, *, generates: asyncio.sleep(0, asked.append(generates) or not generates)  # type: ignore[attr-defined, func-returns-value]
-            dispatch.pool._do(client.engine, "monitor", dispatch.pool._monitor)
+            dispatch.pool._start_task(client.engine, "monitor", dispatch.pool._monitor)
         waiting = begin(dispatch)
         with pytest.raises(WeightsError, match="out of service until its weights are whole again"):
             await waiting

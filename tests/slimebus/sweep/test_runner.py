@@ -10,7 +10,7 @@ import yaml
 from slimebus.bus.errors import ConfigError, DataError, UsageError
 from slimebus.sweep import runner
 from slimebus.sweep.plan import EarlyStop, Sweep, load
-from slimebus.sweep.runner import Runner, dealt, hopeless, reason_in
+from slimebus.sweep.runner import Runner, dealt, reason_in, why_hopeless
 
 
 class Process:
@@ -158,9 +158,9 @@ def test_a_hopeless_trial_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
         grid={"broker.max_staleness": [0, 1, 2, 3]},
         early_stop={"after": 1},
     )
-    assert hopeless([evaluation(0, 0.1)], [[evaluation(0, 0.5)]] * 3, EarlyStop()) == "", "not before it may be"
+    assert why_hopeless([evaluation(0, 0.1)], [[evaluation(0, 0.5)]] * 3, EarlyStop()) == "", "not before it may be"
     monkeypatch.setattr(
-        runner, "hopeless", lambda rows, others, rule: "hopeless" if len(others) == 3 and rows[-1]["mean_reward"] == 0.1 else ""
+        runner, "why_hopeless", lambda rows, others, rule: "hopeless" if len(others) == 3 and rows[-1]["mean_reward"] == 0.1 else ""
     )
     Runner(sweep, print).run()
     assert [state for state, _ in states(sweep)] == ["done"] * 3 + ["stopped"]
@@ -169,7 +169,7 @@ def test_a_hopeless_trial_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_scores_of_every_running_trial_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = sweep_of(tmp_path, monkeypatch, parallel=3, codes=dict.fromkeys(f"max_staleness={n},seed=0" for n in range(3)), early_stop={})
     monkeypatch.setattr(runner, "SCORES_POLL_S", 60.0)
-    monkeypatch.setattr(runner, "hopeless", lambda rows, others, rule: "hopeless")
+    monkeypatch.setattr(runner, "why_hopeless", lambda rows, others, rule: "hopeless")
     Runner(sweep, print).run()
     assert states(sweep) == [("stopped", 1)] * 3
 
@@ -193,12 +193,12 @@ def test_a_spoilt_trial_json_is_named(sweep: Sweep, junk: bytes) -> None:
 def test_hopeless_is_surely_below_the_median_of_what_others_had_reached() -> None:
     others = [[evaluation(10, best), evaluation(20, 0.9)] for best in (0.2, 0.5, 0.8)]
     rule = EarlyStop(after=10)
-    assert "median of 3 others 0.500" in hopeless([evaluation(10, 0.44)], others, rule)
-    assert hopeless([evaluation(10, 0.46)], others, rule) == "", "0.46 may be 0.51"
-    assert hopeless([evaluation(5, 0.1)], others, rule) == ""
-    assert hopeless([evaluation(10, 0.1)], others[:2], rule) == "", "two are too few"
-    assert hopeless([evaluation(10, 0.6), evaluation(20, 0.1)], others, rule) != "", "by then they had 0.9"
-    assert hopeless([], others, rule) == ""
+    assert "median of 3 others 0.500" in why_hopeless([evaluation(10, 0.44)], others, rule)
+    assert why_hopeless([evaluation(10, 0.46)], others, rule) == "", "0.46 may be 0.51"
+    assert why_hopeless([evaluation(5, 0.1)], others, rule) == ""
+    assert why_hopeless([evaluation(10, 0.1)], others[:2], rule) == "", "two are too few"
+    assert why_hopeless([evaluation(10, 0.6), evaluation(20, 0.1)], others, rule) != "", "by then they had 0.9"
+    assert why_hopeless([], others, rule) == ""
 
 
 def test_the_reason_is_the_last_words_of_the_process_that_failed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimebus.bus.samples import Sample
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.batches.flatten import flatten
 from trainer.batches.packed_layout import PackedLayout
 from trainer.batches.packing import RankLayout, pack, plan_rows
@@ -25,7 +25,7 @@ def sample_of(length, first=0):
 
 
 def batch_of(lengths):
-    return flatten([Group("g", [sample_of(n, 100 * i) for i, n in enumerate(lengths)])])
+    return flatten([TrainingGroup("g", [sample_of(n, 100 * i) for i, n in enumerate(lengths)])])
 
 
 @settings(max_examples=60, deadline=None)

@@ -52,7 +52,7 @@ def test_a_run_that_was_stopped_can_go_on(run_dir: Path) -> None:
     write(run_dir, "running")
     done = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine"])
     assert done.exit_code == EXIT_UNREACHABLE
-    assert "no broker runs; started again with the same run directory it goes on" in done.output
+    assert "no broker runs; restart it with the same run directory to resume the run" in done.output
 
 
 def test_a_file_of_an_earlier_broker_does_not_stand_for_one_that_listens(run_dir: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_watched_broker_that_stays_away_is_given_up(run_dir: Path, answers: li
     monkeypatch.setattr(status, "PATIENCE_S", 0.05)
     done = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine", "--watch"])
     assert (done.exit_code, "step       3/8" in done.output) == (EXIT_UNREACHABLE, True)
-    assert "no broker runs; started again with the same run directory it goes on. Its last status" in done.output
+    assert "no broker runs; restart it with the same run directory to resume the run. Its last status" in done.output
 
 
 def test_a_viewer_whose_key_was_revoked_stops_watching(run_dir: Path, answers: list[Any]) -> None:

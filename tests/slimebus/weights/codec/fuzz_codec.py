@@ -18,6 +18,7 @@ from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.kernel import Kernel
 from slimebus.weights.messages import TensorEntry
 from slimebus.weights.pull.plan import Known, TensorDownload
+from slimebus.weights.pull.verify import verify_tensor
 from slimebus.weights.tensors import Tensor, checksum, hash_bytes
 
 LIES = [0, 1, 2, 39, 40, 41, 127, 255, 2**15, 2**22 - 1, 2**22, 2**22 + 1, 2**31 - 1, 2**31, 2**32 - 1]
@@ -102,7 +103,7 @@ def is_accepted(payload: bytes, base: np.ndarray, target: np.ndarray, payload_ha
     known = Known(0, entry.form._replace(hash=hash_bytes(base)), Tensor("bfloat16", base.shape, base.view(np.uint8)))
     download = TensorDownload(entry, known)
     download.write(0, memoryview(payload))
-    is_right = download.verify()
+    is_right = verify_tensor(download)
     assert not is_right or download.result.tobytes() == target.tobytes(), "a wrong tensor was accepted"
     return is_right
 

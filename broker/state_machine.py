@@ -1,4 +1,4 @@
-"""The entry to the state machine: a burst of events in, their effects out.
+"""The broker's state machine: a burst of events in, their effects out; which function handles which request and timer.
 
 The caller performs every Write before it sends any Reply or Notify, and calls `tick` when `next_deadline` has come.
 """
@@ -39,7 +39,7 @@ Row = tuple[Table, str, bytes | SlimebusError]
 """Table, key and value; an error in place of a value that is damaged."""
 
 
-class Machine:
+class StateMachine:
     """The broker's decisions. Deterministic: the same rows, events and times give the same effects.
 
     `buffer_filter` chooses the groups of batches; None: first in, first out.
@@ -69,7 +69,7 @@ class Machine:
         records: defaultdict[str, list[Any]] = defaultdict(list)
         for table, key, value in rows:
             try:
-                records[table].append(damage.decoded(table, key, value))
+                records[table].append(damage.decode_row(table, key, value))
             except (SlimebusError, msgspec.DecodeError, UnicodeDecodeError) as bad:
                 if table in ("meta", "source"):
                     raise
@@ -81,7 +81,7 @@ class Machine:
         evaluation.cancel_impossible(state)
         damage.recover_rows(state, lost)
         self._restart_deadlines()
-        watchdog.restored(state)
+        watchdog.resume_watch(state)
 
     def _restore_meta(self, meta: Meta) -> None:
         state = self.state
@@ -114,10 +114,10 @@ class Machine:
 
     # --- events ---
 
-    def holders(self, events: Iterable[Event]) -> set[bytes]:
+    def conflicting_peers(self, events: Iterable[Event]) -> set[bytes]:
         """The peers that the hellos of a burst ask to replace."""
         asked = [(event.sender, event.message) for event in events if isinstance(event.message, m.Hello)]
-        return {holder.peer for name, hello in asked for holder in clients.holders(self.state, name, hello) if holder.peer}
+        return {holder.peer for name, hello in asked for holder in clients.conflicting_clients(self.state, name, hello) if holder.peer}
 
     def apply(
         self, events: Sequence[Event], now: float, *, store_problem: str = "", lost_peers: Collection[bytes] = ()
@@ -125,7 +125,7 @@ class Machine:
         """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error.
 
         Waiting requests are answered once a burst, after its last request. `store_problem`: why the store takes no
-        samples now; empty when it does. `lost_peers`: of the `holders`, those without a connection.
+        samples now; empty when it does. `lost_peers`: of the `conflicting_peers`, those without a connection.
         """
         self.state.now, self.state.store_problem, self.state.lost_peers = now, store_problem, lost_peers
         for event in events:
@@ -163,7 +163,7 @@ class Machine:
         state = self.state
         batches.assign(state)
         leases.deal(state)  # behind it: a batch makes room, and moves the step that a new group is admitted for
-        consumers.serve(state)
+        consumers.answer_waiting_reads(state)
         ending.watch_evaluations(state)
         if state.is_finished and not state.finish_is_announced:
             state.finish_is_announced = True
@@ -172,7 +172,7 @@ class Machine:
                 leases.answer_timed_out(state, key)
             for name in list(state.waiting_reads):
                 consumers.answer_timed_out(state, name)
-        watchdog.update(state)
+        watchdog.note_progress(state)
         if self.validates:
             state.validate()
         return state.flush()
@@ -224,7 +224,7 @@ HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
 DUE: dict[str, Callable[[State, Any], None]] = {
     "unconfirmed lease": leases.expire_unconfirmed,
     "leases of": leases.expire_worker,
-    "recalled lease": staleness.end_recalled,
+    "recalled lease": staleness.end_recalled_lease,
     "lease": leases.answer_timed_out,
     "batch": batches.answer_timed_out,
     "read": consumers.answer_timed_out,
@@ -233,6 +233,6 @@ DUE: dict[str, Callable[[State, Any], None]] = {
     "source": lambda state, _: None,  # its rest is over: requests that wait are dealt to when the burst is settled
     "finish": lambda state, _: ending.confirm_finish(state),
     "unserved evaluation": ending.end_unserved,
-    "watchdog": lambda state, _: watchdog.check(state),
+    "watchdog": lambda state, _: watchdog.check_stalled(state),
 }
 """What is done when a timer falls due; the key of a timer is (one of these, its subject)."""
