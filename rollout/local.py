@@ -59,7 +59,7 @@ class LocalDispatch(Dispatch):
         for task in tasks:
             ids = self.tokenizer.encode(str(task.label) or "0")[: task.sampling.get("max_new_tokens") or None]
             completion = Completion(ids, np.full(len(ids), -1.0, np.float32), "stop", [])
-            made.append(partials.continued(partials.empty(task), completion, self.runs(completion)))
+            made.append(partials.continue_response(partials.empty_response(task), completion, self.version_runs(completion)))
         return made
 
     async def generate(
@@ -74,7 +74,7 @@ class LocalDispatch(Dispatch):
         finally:
             engine.running -= len(prompts)
 
-    def runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
+    def version_runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
         """One run of `version`."""
         return [(NO_VERSION if is_frozen else self.version, len(completion.output_ids))]
 

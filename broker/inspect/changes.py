@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import Edit, EditReply, Message
 from slimebus.bus.transport.client import Client
-from slimebus.client.connect import live_endpoint, visit
+from slimebus.client.connect import connect_without_joining, live_endpoint
 from slimebus.config import Resolved
 from slimebus.security.exposure import reachable
 
@@ -50,7 +50,7 @@ def open_editor(resolved: Resolved, file: Path | None, address: str | None, time
             raise UsageError(f"no broker has the store under {resolved.run_dir} open; {remedy}")
         if not endpoint:
             endpoint = stack.enter_context(_temporary_broker(resolved))
-        yield BufferEditor(stack.enter_context(visit(resolved, reachable(endpoint), what="buffer")), timeout_s)
+        yield BufferEditor(stack.enter_context(connect_without_joining(resolved, reachable(endpoint), what="buffer")), timeout_s)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import click
 
 from slimebus.bus.errors import EXIT_FAILURE, UsageError
 from slimebus.config.flags import RunCommand, RunTarget, asks_broker, of_run
-from slimebus.telemetry.formatting import columns
+from slimebus.telemetry.formatting import align_columns
 
 if TYPE_CHECKING:
     from broker.inspect.reader import StoreSnapshot
@@ -53,7 +53,7 @@ def ls(run: RunTarget, states: tuple[str, ...], containing: str, kind: str | Non
         for group in found[:limit]:
             click.echo(json.dumps({"group": group.id, **summary_of(group)}))
         return
-    for line in columns([_row_of(group) for group in found[:limit]], HEADER):
+    for line in align_columns([_row_of(group) for group in found[:limit]], HEADER):
         click.echo(line)
     counts = {state: sum(g.phase == state for g in found) for state in STATES}
     click.echo(f"{len(found)} groups: {_count_states(counts)}", err=True)

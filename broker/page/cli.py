@@ -34,7 +34,7 @@ def view(run: RunTarget, http: str, broker: str | None, listening: int | None) -
     RUN_DIR is its run directory; without one, that of RUN.yaml. A broker serves the same page of its run by itself (broker.http).
     Ctrl-C ends it.
     """
-    resolved = _as_it_ran(run)
+    resolved = _config_of_last_run(run)
     import asyncio
 
     from broker.page.process import listen, token_of
@@ -48,7 +48,7 @@ def view(run: RunTarget, http: str, broker: str | None, listening: int | None) -
         sock, url = listen(http)
         click.echo(f"page: {url}")
     else:
-        give_way()
+        lower_priority()
         sock, url = socket.socket(fileno=listening), page_url(resolved.run_dir)
 
     async def show() -> None:
@@ -57,7 +57,7 @@ def view(run: RunTarget, http: str, broker: str | None, listening: int | None) -
     asyncio.run(show())
 
 
-def _as_it_ran(run: RunTarget) -> Resolved:
+def _config_of_last_run(run: RunTarget) -> Resolved:
     """The run that is meant, with its config as it last ran; the keys that were given are those used."""
     import msgspec
 
@@ -71,7 +71,7 @@ def _as_it_ran(run: RunTarget) -> Resolved:
     return msgspec.structs.replace(found, config=msgspec.structs.replace(found.config, security=keys))
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Let the run's other processes go first, of one user and of one session alike: Linux shares cores by sessions before niceness."""
     os.nice(NICENESS)
     if os.getsid(0) == os.getpid():  # a group of its own; otherwise it would be that of the process that started this

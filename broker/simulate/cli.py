@@ -15,7 +15,7 @@ import msgspec
 from broker.simulate.workload import LONGEST, Workload, lognormal_lengths
 from slimebus.bus.errors import ConfigError, DataError, UsageError
 from slimebus.config.fields import fields_of
-from slimebus.telemetry.formatting import columns
+from slimebus.telemetry.formatting import align_columns
 
 if TYPE_CHECKING:
     from broker.simulate.simulated_run import SimulationOutcome
@@ -70,7 +70,7 @@ def simulate(
     played. `formula` is the closed form of the mean lag (docs/simulate.md). Below the table stand how many workers the trainer could use,
     all values used, and with --from what the run measured beside what is predicted of it.
     """
-    from broker.simulate.calibrate import calibrate, measured
+    from broker.simulate.calibrate import calibrate, measure_run
     from broker.simulate.simulated_run import simulate as play
     from broker.simulate.workload import mean_staleness
 
@@ -80,7 +80,7 @@ def simulate(
         try:
             calibrated = calibrate(run_dir, given.get("cores", [0])[0])
             base, of_run = msgspec.structs.asdict(calibrated), play(calibrated)
-            itself = {"measured": [*measured(run_dir)], "predicted": [of_run.steps_per_s, of_run.lag_mean]}
+            itself = {"measured": [*measure_run(run_dir)], "predicted": [of_run.steps_per_s, of_run.lag_mean]}
         except (KeyError, TypeError, ValueError) as bad:  # JSON that is cut, rows without what they had to have
             raise DataError(f"{run_dir}: its records are damaged ({type(bad).__name__}: {bad}); take another run") from None
         if base["steps"] < FEW_STEPS:
@@ -99,7 +99,7 @@ def simulate(
     varying = [name for name, values in given.items() if len(values) > 1]
     if not as_json:
         rows = [[*(f"{getattr(w, name):g}" for name in varying), *(text(o) for text in SHOWN.values()), f"{f:.2f}"] for w, o, f in played]
-        click.echo("\n".join(columns(rows, [*(name.replace("_", " ") for name in varying), *SHOWN, "formula"])))
+        click.echo("\n".join(align_columns(rows, [*(name.replace("_", " ") for name in varying), *SHOWN, "formula"])))
         click.echo(advice(played[-1][0], played[-1][1], lambda w: play(w).trainer_idle))
         click.echo(textwrap.fill(f"values: {_as_flags(played[-1][0], varying)}", WIDTH, break_on_hyphens=False))
     if itself and not as_json:

@@ -69,7 +69,7 @@ class SimulatedEngine:
         end, _, begin, group = heapq.heappop(self._running)
         self._service = max(self._service, end)
         group.open -= 1
-        self._count(group, begin, end)
+        self._count_tokens(group, begin, end)
         return None if group.open else group
 
     def take_out(self, group: SimulatedGroup, now: float) -> None:
@@ -80,9 +80,9 @@ class SimulatedEngine:
         heapq.heapify(self._running)
         group.left = [end - self._service for end, *_ in cut]
         for _, _, begin, _ in cut:
-            self._count(group, begin, self._service)
+            self._count_tokens(group, begin, self._service)
 
-    def _count(self, group: SimulatedGroup, begin: float, end: float) -> None:
+    def _count_tokens(self, group: SimulatedGroup, begin: float, end: float) -> None:
         group.tokens += end - begin
         self.made += end - begin
         is_first = True

@@ -115,7 +115,7 @@ class State:
 
     def answer(self, waiting: WaitingRequests[Any, Any], key: Any, message: Message, bulk: Sequence[Bulk] = ()) -> None:
         """Answer a request that waits; nothing when it does not wait any more."""
-        if (found := waiting.take(key)) is not None:
+        if (found := waiting.take_out(key)) is not None:
             self.reply(found.to, message, bulk)
 
     def note(self, text: str, *, is_warning: bool = False) -> None:

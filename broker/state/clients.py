@@ -287,10 +287,10 @@ def leave(state: State, client: ClientRecord, reason: str, *, cause: str = "work
 
 def _cancel_waiting_requests(state: State, client: ClientRecord) -> None:
     for key in state.waiting_leases.asked_by(client.name):
-        state.waiting_leases.take(key)
-    state.waiting_reads.take(client.name)
+        state.waiting_leases.take_out(key)
+    state.waiting_reads.take_out(client.name)
     for step in state.waiting_batches.asked_by(client.name):
-        state.waiting_batches.take(step)
+        state.waiting_batches.take_out(step)
 
 
 def end_lease(state: State, group: Group, cause: str, reason: str) -> None:
@@ -304,7 +304,7 @@ def end_lease(state: State, group: Group, cause: str, reason: str) -> None:
 def set_serving(state: State, client: ClientRecord, lineage: str, version: int) -> None:
     """A worker serves this version."""
     client.lineage, client.serving = lineage, version
-    state.waiting_leases.serves(client.name, lineage, version)
+    state.waiting_leases.change_version(client.name, lineage, version)
 
 
 def on_silence(state: State, name: str) -> None:

@@ -67,7 +67,7 @@ def _forget_one(state: State) -> None:
         raise SlimebusError(f"{MAX_CONSUMERS} consumers take part already; stop one first", code="busy", retryable=True)
     last = min(gone, key=lambda c: c.position)
     del state.consumers[last.name]
-    state.waiting_reads.take(last.name)  # it fell silent while it waited
+    state.waiting_reads.take_out(last.name)  # it fell silent while it waited
     state.last_reads.pop(last.name, None)
     state.changed("consumers", last.name)
     state.note(f"consumer {last.name} is forgotten: {MAX_CONSUMERS} others came after it", is_warning=True)

@@ -169,7 +169,7 @@ def _complete_evaluation(state: State, evaluation: Evaluation, reason: str) -> N
 
 def answer_timed_out(state: State, key: tuple[str, int]) -> None:
     """Answer a waiting request with what there is."""
-    waiting = state.waiting_evaluations.take(key)
+    waiting = state.waiting_evaluations.take_out(key)
     if waiting is not None:
         _send_reply(state, waiting.to, state.evaluations[waiting.message.key])
 

@@ -54,7 +54,7 @@ def lease(state: State, event: Event, ask: Lease) -> None:
 
 def answer_timed_out(state: State, key: tuple[str, int]) -> None:
     """Answer a lease request that waited to its end: nothing, and why."""
-    if (waiting := state.waiting_leases.take(key)) is not None:
+    if (waiting := state.waiting_leases.take_out(key)) is not None:
         state.reply(waiting.to, LeaseReply(reason=admission.why_waiting(state, waiting), finished=state.is_finished))
 
 
@@ -83,9 +83,9 @@ def deal(state: State) -> None:
         if num_wanted > 0 and _fits_one_more(state, groups):
             wants_more.append((waiting, num_wanted))
         else:
-            state.waiting_leases.take((waiting.client, waiting.to.request))
+            state.waiting_leases.take_out((waiting.client, waiting.to.request))
     for to, groups in granted.items():
-        state.waiting_leases.take((groups[0].lease.worker, to.request))
+        state.waiting_leases.take_out((groups[0].lease.worker, to.request))
         _send_groups(state, to, groups)
 
 

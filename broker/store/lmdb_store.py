@@ -27,7 +27,7 @@ from broker.state.effects import RowTable, Write
 from broker.store.interface import TABLES, Damaged, Records, StoreError, StoreRefusal, damaged_store, ended_by
 from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
 from slimebus.bus.errors import UsageError
-from slimebus.telemetry.formatting import size as readable_size
+from slimebus.telemetry.formatting import format_size as readable_size
 
 log = logging.getLogger("slimebus.broker")
 

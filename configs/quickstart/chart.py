@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.sweep.plots import GREY, INK, RULE, STYLE
-from slimebus.telemetry.formatting import duration
+from slimebus.telemetry.formatting import format_duration
 from slimebus.view.report import Rows, RunReport
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def draw_curve(report: RunReport, path: Path, *, dataset: str, max_staleness: fl
 def title(evals: Rows, rl_s: float, machine: str = "") -> str:
     """The result in one line: `0.43 → 0.95 held-out accuracy in 80 s of RL on 2 CPU cores`."""
     first, last = evals[0]["mean_reward"], evals[-1]["mean_reward"]
-    return f"{first:.2f} → {last:.2f} held-out accuracy in {duration(rl_s)} of RL{f' on {machine}' if machine else ''}"
+    return f"{first:.2f} → {last:.2f} held-out accuracy in {format_duration(rl_s)} of RL{f' on {machine}' if machine else ''}"
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:

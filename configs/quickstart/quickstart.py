@@ -133,7 +133,7 @@ def warm_up(run_dir: Path, seed: int, steps: int | None) -> Path:
             file = write_run("sft.yaml", folder, run_dir, {"seed": seed + extra, "model.hf_checkpoint": model, **changes})
             run_stage("warm-up", file)
         model = folder / "hf"
-        rows = report.read(folder).evaluations("layout")
+        rows = report.read_report(folder).evaluations("layout")
         layout = rows[-1]["mean_reward"] if rows else 0.0
         console.print(f"[dim]warm-up[/] problems without a carry: {layout:.3f} right")
         if layout >= LAYOUT_GOAL:
@@ -203,10 +203,10 @@ def finish(run_dir: Path, seed: int) -> None:
     """result.json, curve.png, the table, three solved problems and what to try next."""
     from chart import draw_curve  # beside this file, where a script finds it
 
-    found = report.read(run_dir / "rl")
+    found = report.read_report(run_dir / "rl")
     config = resolve(run_dir / "rl" / "run.yaml").config
     times = {"rl_s": seconds_in(run_dir / "rl" / "seconds"), "total_s": seconds_in(run_dir / "seconds")}
-    result = report.result(found, "heldout", config) | times | {"seed": seed}
+    result = report.make_result(found, "heldout", config) | times | {"seed": seed}
     if "accuracy_after" not in result:
         raise DataError(f"{run_dir / 'rl'}: fewer than two evaluations on record; expected one before training and one after")
     (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -35,9 +35,9 @@ def engine(debug: bool, **options: Any) -> None:
         # What is wrong is reported at once, not after the import of torch.
         EmbeddedModelConfig.read(settings.model_path)
         sock = _bind(settings.host, settings.port)
-        from rollout.embedded.server import run
+        from rollout.embedded.server import run_server
 
-        run(settings, sock)
+        run_server(settings, sock)
     except SlimebusError as error:
         if debug:
             raise

@@ -106,7 +106,7 @@ class EngineServer:
             await asyncio.wait(self._admit(sequences))
         finally:
             self._forget(sequences)
-        answers = [answer(sequence) for sequence in sequences]
+        answers = [generate_reply(sequence) for sequence in sequences]
         return _json(answers[0] if is_single else answers)
 
     def _admit(self, sequences: list[Sequence]) -> list[asyncio.Future[None]]:
@@ -241,7 +241,7 @@ class EngineServer:
         return _json(about | {"context_length": core.model.max_tokens, "weight_version": core.version, "internal_states": [load]})
 
 
-def answer(sequence: Sequence) -> dict[str, Any]:
+def generate_reply(sequence: Sequence) -> dict[str, Any]:
     """`{output_ids, meta_info}` of a finished sequence as SGLang says them. Logprobs are [logprob, token id, null]."""
     spans = [{"version": version, "start": start, "end": end} for version, start, end in sequence.version_spans]
     info: dict[str, Any] = {
@@ -342,7 +342,7 @@ async def serve(settings: Settings, sock: socket.socket) -> None:
         server.failure.result()
 
 
-def run(settings: Settings, sock: socket.socket) -> None:
+def run_server(settings: Settings, sock: socket.socket) -> None:
     """Load the model and serve it on the bound `sock`; returns when told to end."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import msgspec
 import numpy as np
 
-from rollout.samples.partials import Unfinished, joined
+from rollout.samples.partials import Unfinished, join_runs
 from rollout.samples.response import Response, Task, logprob_temperature, token_ids
 from rollout.samples.tokenizer import Messages, Tokenizer
 from slimebus.bus.errors import HookError, SlimebusError, UsageError
@@ -65,7 +65,7 @@ class _Record:
         self.token_ids = np.concatenate([self.token_ids, ids]).astype(np.int32)
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32)
         self.loss_mask = np.concatenate([self.loss_mask, np.full(len(ids), is_trained, np.uint8)])
-        self.versions = joined(self.versions, versions)
+        self.versions = join_runs(self.versions, versions)
         self.is_made, self.end = self.is_made or is_trained, None
 
     def branched(self) -> "_Record":

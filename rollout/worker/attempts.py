@@ -235,9 +235,9 @@ class Attempts:
             if not unfinished.num_new:
                 self.counts.failed += 1
                 return await self._give_back(leased, "fail", f"{reason}, and no token")
-        back, frames = partials.give_back(leased, self.engines.lineage, kept, reason)
+        back, frames = partials.give_back_message(leased, self.engines.lineage, kept, reason)
         if 0 < self.max_group_bytes < sum(map(len, frames)):
-            back, frames = partials.give_back(leased, self.engines.lineage, [], reason)
+            back, frames = partials.give_back_message(leased, self.engines.lineage, [], reason)
         await self._send_back(back, frames, timeout_s=self.config.drain_timeout_s)
 
     async def _give_back(

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from rollout.engines.dispatch import Dispatch
-from rollout.rewards.reward import Reward, find
+from rollout.rewards.reward import Reward, find_reward
 from rollout.samples import partials
 from rollout.samples.generate_hook import TEARDOWN_S, GenerateHook
 from rollout.samples.plugins import Plugin, PluginError, failure
@@ -84,8 +84,10 @@ class GroupMaker:
         self.max_context_len = config.rollout.rollout_max_context_len or max_context_len
         self.spans = Spans()
         r = config.rollout
-        self.reward = Reward(find(r, base))
-        self.eval_rewards = {name: Reward(find(r, base, d)) for name, d in config.eval.datasets.items() if d.rm_type or d.custom_rm_path}
+        self.reward = Reward(find_reward(r, base))
+        self.eval_rewards = {
+            name: Reward(find_reward(r, base, d)) for name, d in config.eval.datasets.items() if d.rm_type or d.custom_rm_path
+        }
         path = r.custom_generate_function_path
         self.hook = GenerateHook(path, base) if path else None
         if r.environment:
@@ -236,7 +238,7 @@ class GroupMaker:
         if not partial or self.hook is not None:
             return None
         try:
-            return partials.begun(tasks, partial)
+            return partials.decode_partial(tasks, partial)
         except ProtocolError as bad:
             log.warning("%s; sampling it from its prompt", bad.text)
             return None

@@ -376,7 +376,7 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, take
     raise_all(worker_problems(resolved))
     if bind := resolved.config.weights.fanout_bind:
         check_bind(bind, "weights.fanout_bind", has_keys=resolved.keys_path is not None, insecure=resolved.config.security.insecure)
-    client = connect.client_of(resolved, broker, role="rollout", name=name or connect.process_name("worker"))
+    client = connect.make_client(resolved, broker, role="rollout", name=name or connect.process_name("worker"))
     client.rejoins = True
     try:
         # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.

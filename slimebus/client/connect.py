@@ -58,7 +58,7 @@ def live_endpoint(run_dir: Path) -> str:
     return ""
 
 
-def client_of(resolved: Resolved, given: str | None, *, role: str, name: str) -> "Client":
+def make_client(resolved: Resolved, given: str | None, *, role: str, name: str) -> "Client":
     """A client of the run's broker, with the key of this config for `role`. Raises UsageError when there is no such key."""
     from slimebus.bus.transport.client import Client  # zmq and asyncio: no --help needs them
 
@@ -88,7 +88,9 @@ def check_listening(address: str, wait_s: float) -> None:
 
 
 @contextlib.contextmanager
-def visit(resolved: Resolved, given: str | None, *, what: str, role: str = "client", patience_s: float | None = None) -> "Iterator[Client]":
+def connect_without_joining(
+    resolved: Resolved, given: str | None, *, what: str, role: str = "client", patience_s: float | None = None
+) -> "Iterator[Client]":
     """A client for a few requests, under a name of its own that begins with `what`; it connects without registering.
 
     Where the user named a run, a broker of another one refuses the requests as `wrong_run`. Raises Unreachable when nothing has listened
@@ -96,7 +98,7 @@ def visit(resolved: Resolved, given: str | None, *, what: str, role: str = "clie
     """
     if patience_s is not None:
         check_listening(broker_address(resolved, given), patience_s)
-    client = client_of(resolved, given, role=role, name=process_name(what))
+    client = make_client(resolved, given, role=role, name=process_name(what))
     client.run = resolved.expected_run
     try:
         yield client

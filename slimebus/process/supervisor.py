@@ -14,7 +14,7 @@ from rich.text import Text
 
 from slimebus.bus.errors import EXIT_FAILURE, DataError, SlimebusError, UsageError
 from slimebus.bus.transport.server import bind_socket
-from slimebus.client.connect import visit
+from slimebus.client.connect import connect_without_joining
 from slimebus.config import Resolved
 from slimebus.config.engine_plan import placement, visible
 from slimebus.process.launch import ChildProcess, ProcessGroup, free_port, locked, wait_until_left
@@ -110,13 +110,13 @@ class Supervisor:
             return 130 if stop[0] == signal.SIGINT else 143
         if self.console.is_terminal and not self.quiet:
             with contextlib.suppress(DataError):  # nothing was trained
-                found = report.read(self.resolved.run_dir)
-                self.console.print(result_table(report.result(found, self.dataset, self.resolved.config)))
+                found = report.read_report(self.resolved.run_dir)
+                self.console.print(result_table(report.make_result(found, self.dataset, self.resolved.config)))
         return 0
 
     def _connect(self, stack: contextlib.ExitStack, address: str) -> "Client | None":
         try:
-            return stack.enter_context(visit(self.resolved, address, what="up", role="viewer"))
+            return stack.enter_context(connect_without_joining(self.resolved, address, what="up", role="viewer"))
         except SlimebusError as bad:
             self._print(f"the run is not watched: {bad.text}")
             return None

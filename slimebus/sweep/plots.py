@@ -42,7 +42,7 @@ LEGEND_LINE = 0.2
 LINE: Any = {"marker": "o", "markersize": 3, "linewidth": 1.3, "alpha": 0.85}
 
 
-def learning(runs: Sequence[RunResult], axis: str) -> str:
+def plot_learning(runs: Sequence[RunResult], axis: str) -> str:
     """Evaluation against wall time, steps and samples: a line a run, a colour a condition."""
     across = {"seconds": "seconds of steps", "steps": "steps", "samples": "samples trained"}
 
@@ -58,7 +58,7 @@ def learning(runs: Sequence[RunResult], axis: str) -> str:
     return _figure(3, draw)
 
 
-def by_lag(runs: Sequence[RunResult], axis: str) -> str:
+def plot_by_lag(runs: Sequence[RunResult], axis: str) -> str:
     """Loss, ratio and mismatch by lag: means over steps and runs."""
     shown = {name: how for name, how in BY_LAG.items() if any(name in found for run in runs for found in run.by_lag.values())}
 
@@ -78,7 +78,7 @@ def by_lag(runs: Sequence[RunResult], axis: str) -> str:
     return _figure(len(shown), draw) if shown else ""
 
 
-def trade_off(sections: Sections, axis: str) -> str:
+def plot_trade_off(sections: Sections, axis: str) -> str:
     """Throughput against the axis, and score against throughput with the Pareto front, with 95% intervals over seeds.
 
     A colour a section; on the right a marker a value of the axis.

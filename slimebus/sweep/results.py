@@ -132,7 +132,7 @@ def _settings(folder: Path) -> dict[str, str]:
 def _read_run(run_dir: Path, name: str, condition: Condition, seed: int, score: str, outcome: TrialOutcome) -> RunResult:
     result = RunResult(name=name, condition=condition, seed=seed, state=outcome.state, reason=outcome.reason, starts=outcome.starts)
     try:
-        found = report.read(run_dir)
+        found = report.read_report(run_dir)
     except DataError:
         return result
     steps, warm = found.steps, found.steps[WARM_STEPS:] or found.steps

@@ -131,7 +131,7 @@ class Runner:
         write_outcome(self.sweep, trial, outcome)
         wait_until_left(self.sweep.run_dir(trial), 2 * STOP_S)
         share = min(set(range(plan.parallel)) - {running.share for running in self.running})
-        gpus, cpus = (dealt(ids, plan.parallel, share) for ids in (plan.gpus, plan.cpus))
+        gpus, cpus = (gpus_of_share(ids, plan.parallel, share) for ids in (plan.gpus, plan.cpus))
         arguments = ["up", *arguments_of(self.sweep.base, self.sweep.flags(trial)), "--workers", str(plan.workers)]
         child = group.start(trial.name, arguments, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
         if cpus and hasattr(os, "sched_setaffinity"):
@@ -155,7 +155,7 @@ class Runner:
     def scores(self, trial: Trial) -> report.Rows:
         """Its evaluations so far."""
         with contextlib.suppress(DataError):
-            found = report.read(self.sweep.run_dir(trial))
+            found = report.read_report(self.sweep.run_dir(trial))
             return found.evaluations(self.sweep.plan.score or main_dataset(row["dataset"] for row in found.evals))
         return []
 
@@ -186,7 +186,7 @@ def asked_refusals(sweep: Sweep) -> dict[str, list[str]]:
     return found
 
 
-def dealt(ids: Sequence[int], parallel: int, share: int) -> Sequence[int]:
+def gpus_of_share(ids: Sequence[int], parallel: int, share: int) -> Sequence[int]:
     """The ids that one of `parallel` trials gets."""
     size = len(ids) // parallel
     return ids[share * size : (share + 1) * size]

@@ -37,7 +37,7 @@ class RunReport(msgspec.Struct):
         return [row for row in self.evals if row["dataset"] == dataset and row["mean_reward"] is not None]
 
 
-def read(run_dir: Path) -> RunReport:
+def read_report(run_dir: Path) -> RunReport:
     """The records under `run_dir`. Raises DataError when it holds none."""
     metrics = run_dir / "metrics"
     steps = {row["step"]: row for row in read_rows(metrics / "trainer.jsonl") if "step" in row}
@@ -96,14 +96,14 @@ def summarise(report: RunReport) -> dict[str, Any]:
         "steps": len(steps),
         "lag_mean": round(sum(row["lag_mean"] * n for row, n in zip(steps, samples, strict=True)) / (sum(samples) or 1.0), 4),
         "lag_max": int(max(row["lag_max"] for row in steps)),
-        "dropped": dropped(report.status),
+        "dropped": dropped_groups(report.status),
         "delta_fraction": round(fmean(deltas or [0.0]), 4),
         "trainer_idle": round(trainer_idle(steps), 4),
         "worker_idle": round(worker_idle(report.workers), 4),
     }
 
 
-def result(report: RunReport, dataset: str, config: RunConfig) -> dict[str, Any]:
+def make_result(report: RunReport, dataset: str, config: RunConfig) -> dict[str, Any]:
     """The keys of result.json that the records of one run tell; those of the accuracy when `dataset` was evaluated twice or more."""
     found = {**summarise(report), "max_staleness": config.broker.most_stale, "rl_s": report.steps[-1]["elapsed_s"], "seed": config.seed}
     evals = report.evaluations(dataset)
@@ -113,7 +113,7 @@ def result(report: RunReport, dataset: str, config: RunConfig) -> dict[str, Any]
     return found
 
 
-def dropped(status: dict[str, Any]) -> dict[str, int]:
+def dropped_groups(status: dict[str, Any]) -> dict[str, int]:
     """Groups that were sampled and trained nothing, by reason: wasted ones, and those that were trained without a gradient."""
     found = {reason: waste["groups"] for reason, waste in status.get("waste", {}).items() if waste["groups"]}
     unused = {name.removeprefix(UNUSED): n for name, n in status.get("counted", {}).items() if name.startswith(UNUSED)}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from slimebus.telemetry.formatting import duration
+from slimebus.telemetry.formatting import format_duration
 from slimebus.telemetry.scores import wilson
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def _with_interval(mean: float, n: int) -> str:
 
 
 def _time(result: Result) -> str:
-    in_all = f" of RL, {duration(result['total_s'])} in all" if "total_s" in result else ""
-    return f"{duration(result['rl_s'])}{in_all}"
+    in_all = f" of RL, {format_duration(result['total_s'])} in all" if "total_s" in result else ""
+    return f"{format_duration(result['rl_s'])}{in_all}"
 
 
 def _dropped(result: Result) -> str:

@@ -51,7 +51,7 @@ def _learn(run_dir: Path, warm: Path, eta: int, steps: int, seed: int = 0) -> re
     changes = {"seed": seed, "model.hf_checkpoint": warm, "broker.max_staleness": eta, "rollout.num_rollout": steps}
     changes["optimizer.lr_decay_iters"] = STEPS
     quickstart.run_stage(f"GRPO eta {eta} seed {seed}", quickstart.write_run("run.yaml", folder, run_dir, changes))
-    return report.read(folder)
+    return report.read_report(folder)
 
 
 def _trl(warm: Path, data: Path, steps: int, seed: int) -> dict[str, Any]:

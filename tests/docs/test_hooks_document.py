@@ -53,7 +53,7 @@ def make(tmp_path: Path, field: str, example: str, engines: Any, num_samples: in
 
     async def run() -> list[Sample]:
         await maker.setup()
-        samples = await maker.make(leased, msgspec.msgpack.encode(record or {"prompt": "2+2=", "label": "4"}))
+        samples = await maker.make_group(leased, msgspec.msgpack.encode(record or {"prompt": "2+2=", "label": "4"}))
         await maker.teardown()
         return samples
 
@@ -99,7 +99,7 @@ def test_the_class_of_hooks_sees_every_group_counts_and_judges_by_two_tries(tmp_
 
     async def run() -> tuple[list[Sample], list[Sample]]:
         await maker.setup()
-        made = await maker.make(training, record), await maker.make(held, record)
+        made = await maker.make_group(training, record), await maker.make_group(held, record)
         await maker.teardown()
         return made
 

@@ -96,11 +96,11 @@ def _jumping(clock: suspend_tolerant_clock.SuspendTolerantClock) -> float:
 
 def _forget_parked(state: State, client: Any) -> None:
     for step in [step for step, waiting in state.waiting_batches.items() if waiting.client == client.name]:
-        state.waiting_batches.take(step)
+        state.waiting_batches.take_out(step)
 
 
 def _wait_anew(waiting: Any, key: Any, *request: Any) -> None:
-    waiting.take(key)
+    waiting.take_out(key)
     _park(waiting, key, *request)
 
 

@@ -62,15 +62,15 @@ def make_plan(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str]
     Raises UsageError where options and environment contradict each other, or say too little.
     """
     if "RANK" in environ:
-        return _of_rank(node, nproc_per_node if is_nproc_given else None, environ)
+        return _plan_of_rank(node, nproc_per_node if is_nproc_given else None, environ)
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and _slurm(environ, "STEP_NUM_TASKS", "NTASKS") > 1:
-        return _of_slurm(node, nproc_per_node, environ)
+        return _plan_of_slurm(node, nproc_per_node, environ)
     if not node.is_given:
         return LaunchPlan("no launcher", ranks_here=nproc_per_node)
-    return _of_options(node, nproc_per_node)
+    return _plan_of_options(node, nproc_per_node)
 
 
-def _of_rank(node: NodeOptions, nproc_per_node: int | None, environ: Mapping[str, str]) -> LaunchPlan:
+def _plan_of_rank(node: NodeOptions, nproc_per_node: int | None, environ: Mapping[str, str]) -> LaunchPlan:
     """Started by torchrun, or by another that sets its variables."""
     wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in wanted if name not in environ]
@@ -87,7 +87,7 @@ def _of_rank(node: NodeOptions, nproc_per_node: int | None, environ: Mapping[str
     return LaunchPlan(f"rank {given['RANK']} of {given['WORLD_SIZE']}, from {by}", is_rank=True, environment=given)
 
 
-def _of_slurm(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str]) -> LaunchPlan:
+def _plan_of_slurm(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str]) -> LaunchPlan:
     """Started by srun: one task a node, which starts the node's ranks, or one task a rank."""
     tasks, nodes = _slurm(environ, "STEP_NUM_TASKS", "NTASKS"), _slurm(environ, "STEP_NUM_NODES", "NNODES", "JOB_NUM_NODES")
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
@@ -112,7 +112,7 @@ def _of_slurm(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str]
     return LaunchPlan(f"rank {rank} of {tasks}, from {job}", is_rank=True, environment=given)
 
 
-def _of_options(node: NodeOptions, nproc_per_node: int) -> LaunchPlan:
+def _plan_of_options(node: NodeOptions, nproc_per_node: int) -> LaunchPlan:
     if node.nnodes is None:
         raise UsageError("--node-rank, --master-addr and --master-port are of several nodes; give --nnodes too")
     rank = 0 if node.nnodes == 1 and node.node_rank is None else node.node_rank

@@ -87,7 +87,7 @@ class Learner:
                 code="nonfinite",
             )
 
-    def _shared(self, groups: Sequence[TrainingGroup] | None, version: int | None) -> Batch:
+    def _broadcast_batch(self, groups: Sequence[TrainingGroup] | None, version: int | None) -> Batch:
         """The batch of rank 0's groups, on every rank."""
         batch = None if groups is None else self.objective.batch_of(groups, version)
         if batch is not None and not parallel.has_others():

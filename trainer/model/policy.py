@@ -16,7 +16,7 @@ from trainer.model.hf_export import HfExport
 from trainer.model.learner import Learner
 from trainer.model.optimizer import GradientCosine, gather_weights
 from trainer.model.reference import Reference
-from trainer.objective.lag_metrics import thinned
+from trainer.objective.lag_metrics import thin_samples
 from trainer.objective.objective import Objective
 
 
@@ -62,7 +62,7 @@ class Policy(Learner):
         for i, group in enumerate(groups or ()):
             group.has_gradient = bool(np.isin(i, batch.group_of[with_gradient]))
         gather_weights(self.model)
-        lag = self.objective.lag_metrics(thinned(batch, with_gradient, np.concatenate(new_logprobs)))
+        lag = self.objective.lag_metrics(thin_samples(batch, with_gradient, np.concatenate(new_logprobs)))
         return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | lag
 
     def refresh_reference(self, num_steps: int) -> None:

@@ -18,7 +18,7 @@ from trainer.batches.batch import Batch, Column, TrainingGroup
 from trainer.batches.flatten import COLUMNS, advantage_problems, flatten
 from trainer.objective.aggregation import token_weights
 from trainer.objective.kl import kl_term
-from trainer.objective.lag_metrics import by_lag
+from trainer.objective.lag_metrics import metrics_by_lag
 from trainer.objective.plugin import Algorithm, Correction, Plugin, TokenLoss
 from trainer.objective.row import Row
 
@@ -206,7 +206,7 @@ class Objective:
         clip, old = self.algorithm.clip, self.old_column(batch)
         if any(correction.provides_old_logprobs for correction in self.corrections):
             old = None  # it is of each row, and no column
-        metrics = by_lag(batch, clip, old)
+        metrics = metrics_by_lag(batch, clip, old)
         share = metrics.get("lag/0/clip_active", 0.0)
         if clip and old == "rollout_logprobs" and share > MOST_CLIPPED and not self._has_warned:
             self._has_warned = True

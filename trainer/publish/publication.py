@@ -47,7 +47,7 @@ class Coordinator:
         self.client, self.lineage, self.exchange, self.others, self.chain = client, lineage, exchange, others, chain
         self._announced: Publish | None = None
         self.metrics: dict[str, float] = {}
-        """Of the newest complete version, over all parts; see `measured`."""
+        """Of the newest complete version, over all parts; see `publish_metrics`."""
 
     def announce(self, version: int, own: RankPartReport) -> None:
         """Wait for the other parts, then tell the broker. Raises SlimebusError, naming the rank, when a part is unavailable."""
@@ -55,7 +55,7 @@ class Coordinator:
         forms = [form for part in parts if part.made for form in part.made.forms]
         if len({form.name for form in forms}) != len(forms):
             raise FatalWeightsError(f"version {version}: two ranks publish a tensor of one name")
-        self.metrics = measured(version, parts)
+        self.metrics = publish_metrics(version, parts)
         digest, publishers = digest_of(forms), [part.address for part in parts]
         if self.chain is not None:
             self.chain.announce(version, digest)
@@ -74,7 +74,7 @@ class Coordinator:
             self.client.submit(announced)
 
 
-def measured(version: int, parts: Sequence[RankPartReport]) -> dict[str, float]:
+def publish_metrics(version: int, parts: Sequence[RankPartReport]) -> dict[str, float]:
     """The fraction of values that changed, the size of the delta and of the model; in seconds, of the rank that took longest: encoding
     and its stages, and how long the step waited for the version before and for the copy out of the model.
     """
@@ -131,7 +131,7 @@ class Publication:
             keyring = PullKeyring.for_client(self._client)
             self.coordinator = Coordinator(self._client, self.lineage, self._exchange, owners[1:], chain)
         elif chain is None and self.resolved.keys_path is not None:
-            self._key_client = connect.client_of(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")
+            self._key_client = connect.make_client(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")
             keyring = PullKeyring(self._key_client)
         store = VersionStore(
             keep=KEPT_VERSIONS,

@@ -99,7 +99,7 @@ class BrokerSession:
 
     def __init__(self, resolved: Resolved, broker: str | None, *, take_over: bool = False) -> None:
         self.config, self.base = resolved.config, resolved.base
-        self.client = connect.client_of(resolved, broker, role="trainer", name="trainer")
+        self.client = connect.make_client(resolved, broker, role="trainer", name="trainer")
         self.lost: SlimebusError | None = None
         self._finished = threading.Event()
         self._metrics: dict[str, float] = {}

@@ -59,7 +59,7 @@ class ReplaySource:
         self.first_step, self.num_left_out = min(self.rows), sum(step >= end for step in rows)
         self.has_own_rates = any(name in OF_THE_RATE and place.startswith("--") for name, place in resolved.origin.items())
         self.metrics = resolved.run_dir / "replay"
-        keep_as_older(self.metrics / "trainer.jsonl")
+        rename_existing(self.metrics / "trainer.jsonl")
         self.writer = MetricsWriter(self.metrics, "trainer")
         self._vocab_size, self._base = 0, resolved.base
         self._fields: set[str] = set()
@@ -218,7 +218,7 @@ class ReplayStart:
         log.info("replayed to step %d; BLAKE3 of the weights: %s", self._next_step - 1, hash_bytes(text.encode()))
 
 
-def keep_as_older(file: Path) -> None:
+def rename_existing(file: Path) -> None:
     """Move it, if it is there, to `NAME-1.jsonl` beside it, or the first number that is free."""
     if file.exists():
         file.rename(next(path for n in itertools.count(1) if not (path := file.with_stem(f"{file.stem}-{n}")).exists()))

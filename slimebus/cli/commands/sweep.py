@@ -19,7 +19,7 @@ def sweep(sweep_yaml: Path, check: bool, report: bool, as_json: bool) -> None:
     """
     from slimebus.process.launch import interrupt_on_sigterm
     from slimebus.sweep import plan
-    from slimebus.sweep.comparison import check_installed, show
+    from slimebus.sweep.comparison import check_installed, show_comparison
     from slimebus.sweep.results import read_sweep
     from slimebus.sweep.runner import Runner
 
@@ -38,7 +38,7 @@ def sweep(sweep_yaml: Path, check: bool, report: bool, as_json: bool) -> None:
     finally:
         if any(outcome.state == "done" for outcome in runner.outcomes.values()):
             results = read_sweep(found, runner.outcomes)
-            show(results, found.plan.axis, found.folder, title=f"Sweep {sweep_yaml.stem}", about=sweep_yaml.read_text())
+            show_comparison(results, found.plan.axis, found.folder, title=f"Sweep {sweep_yaml.stem}", about=sweep_yaml.read_text())
 
 
 @click.command()
@@ -53,8 +53,8 @@ def compare(runs: tuple[Path, ...], axis: str, score: str, out: Path | None) -> 
 
     RUN is a run's directory, or a sweep's: then all of its trials.
     """
-    from slimebus.sweep.comparison import check_installed, show
+    from slimebus.sweep.comparison import check_installed, show_comparison
     from slimebus.sweep.results import read_runs
 
     check_installed()
-    show(read_runs(runs, score, axis), axis, out, title="Comparison", about="slimebus compare " + " ".join(map(str, runs)))
+    show_comparison(read_runs(runs, score, axis), axis, out, title="Comparison", about="slimebus compare " + " ".join(map(str, runs)))

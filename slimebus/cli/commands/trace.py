@@ -24,6 +24,6 @@ def trace(run: RunTarget, out: Path | None, step: int | None) -> None:
     run_dirs = [Path(folder) for folder in run.names] or [run.resolved.run_dir]
     out = out or run_dirs[0] / ("trace.json" if step is None else f"trace-{step}.json")
     recorded = timeline.read(run_dirs)
-    spans = timeline.work(recorded) if step is None else timeline.lives(recorded, step)
+    spans = timeline.work_spans(recorded) if step is None else timeline.sample_lives(recorded, step)
     timeline.write_chrome(spans, out)
     click.echo(f"{out}: {len(spans)} spans; open it in ui.perfetto.dev")

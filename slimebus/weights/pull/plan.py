@@ -18,7 +18,7 @@ MAX_WRONG_BYTES = 3
 
 
 @dataclass
-class Known:
+class KnownTensor:
     """A verified tensor and the version it is of (the newest it is known to be the same in)."""
 
     version: int
@@ -34,7 +34,7 @@ class TensorDownload:
     """
 
     entry: TensorEntry
-    base: Known | None
+    base: KnownTensor | None
     folder: SharedFolder | None = None
     missing_bytes: int = field(init=False)
     source: str = ""
@@ -78,7 +78,7 @@ class PullPlan:
     def __init__(self, have: Weights | None, *, folder: SharedFolder | None = None, counts: Counter[str] | None = None) -> None:
         self.have, self.folder, self.counts = have, folder, Counter[str]() if counts is None else counts
         self.lineage = have.lineage if have else ""
-        self.known = {form.name: Known(have.version, form, have.tensors[form.name]) for form in have.forms} if have else {}
+        self.known = {form.name: KnownTensor(have.version, form, have.tensors[form.name]) for form in have.forms} if have else {}
         self.num_verified = 0
         self.past_sources: set[str] = set()
         """Workers that have gone on to a newer version."""
@@ -127,7 +127,7 @@ class PullPlan:
         if self.lineage != target.lineage:
             self._enter_lineage(target.lineage)
         self.num_verified += 1
-        self.known[form.name] = Known(target.version, form, Tensor(form.dtype, form.shape, buffer))
+        self.known[form.name] = KnownTensor(target.version, form, Tensor(form.dtype, form.shape, buffer))
 
     def note_wrong(self, entry: TensorEntry, target: Target) -> None:
         """Raises WeightsError when it was wrong too often."""

@@ -88,7 +88,7 @@ class WeightPuller(PullLoop):
 
     # --- one round: agree on a version, fetch, verify ---
 
-    def _round(self, plan: PullPlan, deadline: float) -> Weights:
+    def _pull_once(self, plan: PullPlan, deadline: float) -> Weights:
         while True:
             try:
                 return self._attempt(plan, deadline)
@@ -99,7 +99,7 @@ class WeightPuller(PullLoop):
     def _attempt(self, plan: PullPlan, deadline: float) -> Weights:
         with self.stages("wire"):
             newest = self._request_manifests(plan, [plan.bases()] * len(self._connections), deadline)
-            manifests = self._aligned(plan, newest, deadline)
+            manifests = self._align_versions(plan, newest, deadline)
         entries = [entry for part in manifests for entry in part[0].tensors]
         check_names(entries)
         if sum(entry.form.size for entry in entries) > self._max_bytes:
@@ -184,7 +184,7 @@ class WeightPuller(PullLoop):
         if connection := self._sources.pop(bad.source, None):
             connection.close()
 
-    def _aligned(self, plan: PullPlan, newest: Sequence[list[Manifest]], deadline: float) -> Sequence[list[Manifest]]:
+    def _align_versions(self, plan: PullPlan, newest: Sequence[list[Manifest]], deadline: float) -> Sequence[list[Manifest]]:
         """The manifests of the slowest publisher's version, if all others keep what leads to it from what is known here."""
         versions = {part[0].version for part in newest}
         if len(versions) == 1 or len({part[0].lineage for part in newest}) > 1:

@@ -386,7 +386,7 @@ def test_frozen_models_are_asked_by_name_and_their_tokens_have_no_version(tmp_pa
         assert (policy.asked, teacher.asked) == (0, 1)
         teacher.release()
         (completion,) = await begun
-        assert dispatch.runs(completion, is_frozen=True) == [(NO_VERSION, 1)]
+        assert dispatch.version_runs(completion, is_frozen=True) == [(NO_VERSION, 1)]
         with pytest.raises(UsageError, match="no engine of model 'judge'; there are: policy, teacher"):
             await dispatch.generate([[1]], [{}], model="judge")
         put(policy.engine, "sick", dispatch.pool)

@@ -32,7 +32,7 @@ class Endless:
         """How often it still says that the group waits for room."""
 
     async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
-        made = begun or [partials.empty(task) for task in tasks]
+        made = begun or [partials.empty_response(task) for task in tasks]
         self.begun = [len(response.token_ids) for response in made]
         self.began.set()
         await self.ended.wait()
@@ -41,7 +41,7 @@ class Endless:
         raise partials.Unfinished([self._more(response, more) for response in made])
 
     def _more(self, response: Response, more: np.ndarray) -> Response:
-        versions = partials.joined(response.versions, [(5, len(more))])
+        versions = partials.join_runs(response.versions, [(5, len(more))])
         logprobs = np.concatenate([response.logprobs, np.zeros(len(more), np.float32)])
         return msgspec.structs.replace(response, token_ids=np.concatenate([response.token_ids, more]), logprobs=logprobs, versions=versions)
 
@@ -193,13 +193,13 @@ def test_what_a_hook_makes_is_given_back_at_once_and_begun_anew(tmp_path: Path, 
 def test_what_was_made_before_the_lease_is_not_trained_with_the_mask(tmp_path: Path) -> None:
     class Ends(Endless):
         async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
-            made = begun or [partials.empty(task) for task in tasks]
+            made = begun or [partials.empty_response(task) for task in tasks]
             return [
                 msgspec.structs.replace(
                     response,
                     token_ids=np.append(response.token_ids, np.int32(7)),
                     logprobs=np.append(response.logprobs, np.float32(-1)),
-                    versions=partials.joined(response.versions, [(6, 1)]),
+                    versions=partials.join_runs(response.versions, [(6, 1)]),
                     finish_reason="stop",
                 )
                 for response in made

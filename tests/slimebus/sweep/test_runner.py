@@ -10,7 +10,7 @@ import yaml
 from slimebus.bus.errors import ConfigError, DataError, UsageError
 from slimebus.sweep import runner
 from slimebus.sweep.plan import EarlyStop, Sweep, load
-from slimebus.sweep.runner import Runner, dealt, reason_in, why_hopeless
+from slimebus.sweep.runner import Runner, gpus_of_share, reason_in, why_hopeless
 
 
 class Process:
@@ -227,4 +227,4 @@ def test_one_process_at_a_time_runs_a_sweep(sweep: Sweep) -> None:
 
 
 def test_ids_are_dealt_evenly() -> None:
-    assert [list(dealt([4, 5, 6, 7], 2, share)) for share in (0, 1)] == [[4, 5], [6, 7]]
+    assert [list(gpus_of_share([4, 5, 6, 7], 2, share)) for share in (0, 1)] == [[4, 5], [6, 7]]

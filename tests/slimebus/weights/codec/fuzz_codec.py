@@ -17,7 +17,7 @@ from slimebus.bus.errors import WeightsError
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.kernel import Kernel
 from slimebus.weights.messages import TensorEntry
-from slimebus.weights.pull.plan import Known, TensorDownload
+from slimebus.weights.pull.plan import KnownTensor, TensorDownload
 from slimebus.weights.pull.verify import verify_tensor
 from slimebus.weights.tensors import Tensor, checksum, hash_bytes
 
@@ -100,7 +100,7 @@ def is_accepted(payload: bytes, base: np.ndarray, target: np.ndarray, payload_ha
     entry = TensorEntry(
         name="x", dtype="bfloat16", shape=base.shape, hash=hash_bytes(target), kind="delta", size=len(payload), payload_hash=payload_hash
     )
-    known = Known(0, entry.form._replace(hash=hash_bytes(base)), Tensor("bfloat16", base.shape, base.view(np.uint8)))
+    known = KnownTensor(0, entry.form._replace(hash=hash_bytes(base)), Tensor("bfloat16", base.shape, base.view(np.uint8)))
     download = TensorDownload(entry, known)
     download.write(0, memoryview(payload))
     is_right = verify_tensor(download)
