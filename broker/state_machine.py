@@ -210,14 +210,14 @@ HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Finish: ending.finish,
     m.Read: consumers.read,
     m.PutFields: consumers.put_fields,
-    m.Status: lambda state, event, ask: state.reply(event.to, m.StatusReply()),
+    m.Status: lambda state, event, request: state.reply(event.to, m.StatusReply()),
     m.Evaluate: evaluation.evaluate,
     m.Set: settings.change,
     m.Push: pushes.push,
     m.Edit: edits.edit,
     m.Import: edits.import_group,
     m.Command: heartbeats.command,
-    m.Keys: lambda state, event, ask: state.reply(event.to, m.KeysReply()),  # a broker with keys answers this before
+    m.Keys: lambda state, event, request: state.reply(event.to, m.KeysReply()),  # a broker with keys answers this before
 }
 """What answers each request; slimebus/security/roles.py says who may send it."""
 

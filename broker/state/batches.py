@@ -21,25 +21,25 @@ MAX_LAG = 1024
 # --- batch ---
 
 
-def batch(state: State, event: Event, ask: Batch) -> None:
+def batch(state: State, event: Event, request: Batch) -> None:
     """Answer with the groups of a step, now or when there are enough; the same step gives the same groups."""
     if not state.meta.lineage:
         raise SlimebusError("batch before resume; tell the broker which step is trained next", code="not_resumed")
-    if ask.step < state.meta.next_step:
-        raise SlimebusError(f"step {ask.step} is committed; the next is {state.meta.next_step}", code="step")
-    if ask.trained > state.meta.next_step:
-        known = f"the trainer has committed the steps before {ask.trained}, this broker knows of those before {state.meta.next_step}"
+    if request.step < state.meta.next_step:
+        raise SlimebusError(f"step {request.step} is committed; the next is {state.meta.next_step}", code="step")
+    if request.trained > state.meta.next_step:
+        known = f"the trainer has committed the steps before {request.trained}, this broker knows of those before {state.meta.next_step}"
         remedy = "start the trainer again, it goes on from its newest checkpoint"
         raise SlimebusError(f"{known}: it lost its last moments (broker.durability); {remedy}", code="step")
-    earlier = state.waiting_batches.get(ask.step)
+    earlier = state.waiting_batches.get(request.step)
     if earlier is not None and earlier.to != event.to:
-        answer_timed_out(state, ask.step)
-    if ask.step not in state.waiting_batches:
+        answer_timed_out(state, request.step)
+    if request.step not in state.waiting_batches:
         state.check_may_wait(state.waiting_batches, event.sender)
-    state.waiting_batches.park(ask.step, event, ask, state.now)
+    state.waiting_batches.park(request.step, event, request, state.now)
     assign(state)
-    if ask.wait_s == 0:
-        answer_timed_out(state, ask.step)
+    if request.wait_s == 0:
+        answer_timed_out(state, request.step)
 
 
 def assign(state: State) -> None:
@@ -103,10 +103,10 @@ def _end_of_source(state: State, step: int) -> Message:
 # --- fetch ---
 
 
-def fetch(state: State, event: Event, ask: Fetch) -> None:
+def fetch(state: State, event: Event, request: Fetch) -> None:
     """Answer with the stored samples of assigned groups: the first ones, as many as one answer holds."""
-    groups = [state.groups.by_id.get(name) for name in ask.groups]
-    for name, group in zip(ask.groups, groups, strict=True):
+    groups = [state.groups.by_id.get(name) for name in request.groups]
+    for name, group in zip(request.groups, groups, strict=True):
         if group is None or group.phase not in (ASSIGNED, COMMITTED):
             was = "unknown" if group is None else group.phase
             raise SlimebusError(f"fetch: group {name[:64]} is {was}; only groups of a batch can be fetched", code="not_assigned")

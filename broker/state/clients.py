@@ -101,36 +101,38 @@ def touch(state: State, client: ClientRecord, peer: bytes = b"") -> None:
 # --- joining ---
 
 
-def hello(state: State, event: Event, ask: m.Hello) -> None:
+def hello(state: State, event: Event, request: m.Hello) -> None:
     """Take in a client and answer with what it must know to take part."""
-    client = join(state, event, ask)
+    client = join(state, event, request)
     welcome = m.Welcome(run=state.meta.run, epoch=client.epoch, heartbeat_s=state.rules.heartbeat_s, **state.meta.newest())
     welcome.hints, welcome.max_message_bytes = state.hints_address, state.max_message_bytes
-    welcome.protocol, welcome.differences = min(ask.protocol, PROTOCOL_VERSION), differences(state, client)
+    welcome.protocol, welcome.differences = min(request.protocol, PROTOCOL_VERSION), differences(state, client)
     state.reply(event.to, welcome)
 
 
-def join(state: State, event: Event, ask: m.Hello) -> ClientRecord:
+def join(state: State, event: Event, request: m.Hello) -> ClientRecord:
     """The same instance keeps its epoch; another of the same name gets a new one, and may take the place of the older one."""
-    _check_hello(state, event, ask)
+    _check_hello(state, event, request)
     known = state.clients.get(event.sender)
     if known is not None:
         _drop_silent_successors(state, known)
     same_name = [known, *known.successors] if known is not None else []
-    if known is not None and ask.instance in {*known.previous_instances, *(c.instance for c in same_name if c.is_fenced)}:
+    if known is not None and request.instance in {*known.previous_instances, *(c.instance for c in same_name if c.is_fenced)}:
         raise Fenced(f"a newer process has taken the place of this {event.sender!r}; stop this one")
-    _check_key(event, ask, known)
+    _check_key(event, request, known)
     for client in same_name:
-        if (client.instance, client.role, client.key) == (ask.instance, ask.role, event.key):
-            client.settings, client.heard_at = ask.settings, state.now
+        if (client.instance, client.role, client.key) == (request.instance, request.role, event.key):
+            client.settings, client.heard_at = request.settings, state.now
             if client is known:
                 touch(state, client, event.to.peer)
             return client
-    _check_place_is_free(state, event.sender, ask)
-    _make_room(state, known, ask.role)
+    _check_place_is_free(state, event.sender, request)
+    _make_room(state, known, request.role)
     epoch, state.meta.next_epoch = state.meta.next_epoch, state.meta.next_epoch + 1
-    client = ClientRecord(name=event.sender, role=ask.role, epoch=epoch, instance=ask.instance, key=event.key, settings=ask.settings)
-    client.host, client.pid, client.heard_at = ask.host, ask.pid, state.now
+    client = ClientRecord(
+        name=event.sender, role=request.role, epoch=epoch, instance=request.instance, key=event.key, settings=request.settings
+    )
+    client.host, client.pid, client.heard_at = request.host, request.pid, state.now
     if known is None:
         _add_client(state, client)
         touch(state, client, event.to.peer)
@@ -140,46 +142,46 @@ def join(state: State, event: Event, ask: m.Hello) -> ClientRecord:
     return client
 
 
-def _check_hello(state: State, event: Event, ask: m.Hello) -> None:
-    protocol.choose(ask.oldest, ask.protocol, who=repr(event.sender[:64]), their_release=ask.release)
-    if ask.role not in ROLES:
-        raise ProtocolError(f"hello: role {ask.role[:64]!r}; expected one of {', '.join(ROLES)}")
+def _check_hello(state: State, event: Event, request: m.Hello) -> None:
+    protocol.choose(request.oldest, request.protocol, who=repr(event.sender[:64]), their_release=request.release)
+    if request.role not in ROLES:
+        raise ProtocolError(f"hello: role {request.role[:64]!r}; expected one of {', '.join(ROLES)}")
     check_name("hello: sender", event.sender)
-    check_name("hello: instance", ask.instance)
-    check_settings(state, event.sender, ask)
+    check_name("hello: instance", request.instance)
+    check_settings(state, event.sender, request)
 
 
-def _check_key(event: Event, ask: m.Hello, known: ClientRecord | None) -> None:
+def _check_key(event: Event, request: m.Hello, known: ClientRecord | None) -> None:
     """A name belongs to the key that joined under it while it is alive. No key keeps out a trainer, which only a trainer's key may be."""
-    if known is None or not is_present(known) or ask.role == "trainer":
+    if known is None or not is_present(known) or request.role == "trainer":
         return
     if known.key != event.key and known.key and event.key:  # without one of both, it is from a time when the broker had no keys
         text = f"the name {event.sender!r} belongs to the key {known.key!r} while its process is alive; choose another name (--worker-name)"
         raise SlimebusError(text, code="forbidden")
 
 
-def conflicting_clients(state: State, name: str, ask: m.Hello) -> list[ClientRecord]:
+def conflicting_clients(state: State, name: str, request: m.Hello) -> list[ClientRecord]:
     """Who is where this hello asks to be: of a trainer every other trainer, of others the process that has their name."""
-    among = [c for c in state.clients.values() if c.role == "trainer"] if ask.role == "trainer" else [state.clients.get(name)]
-    return [c for c in among if c is not None and is_present(c) and (c.name, c.instance) != (name, ask.instance)]
+    among = [c for c in state.clients.values() if c.role == "trainer"] if request.role == "trainer" else [state.clients.get(name)]
+    return [c for c in among if c is not None and is_present(c) and (c.name, c.instance) != (name, request.instance)]
 
 
-def _check_place_is_free(state: State, name: str, ask: m.Hello) -> None:
+def _check_place_is_free(state: State, name: str, request: m.Hello) -> None:
     """Raise SlimebusError while a process holds the place: `name_in_doubt` until it is heard and so lives, then `name_in_use`."""
-    for holder in conflicting_clients(state, name, ask):
-        may_replace = ask.take_over and holder.role == ask.role
+    for holder in conflicting_clients(state, name, request):
+        may_replace = request.take_over and holder.role == request.role
         limit_s = SILENT_BEATS * state.rules.heartbeat_s if holder.peer else RECONNECT_S + state.rules.heartbeat_s
         silent_s = state.now - holder.heard_at
         if may_replace or holder.peer in state.lost_peers or silent_s > limit_s:
             continue
         who = f"{holder.title} (process {holder.pid or 'unknown'} on host {holder.host or 'unknown'}, last heard {silent_s:.1f} s ago)"
-        remedies = ["--take-over replaces it"] if holder.role == ask.role else []
-        remedies += ["--worker-name gives this one another name"] if holder.name == name and ask.role == "rollout" else []
+        remedies = ["--take-over replaces it"] if holder.role == request.role else []
+        remedies += ["--worker-name gives this one another name"] if holder.name == name and request.role == "rollout" else []
         remedy = "; ".join([*remedies, "or stop it first"])
-        if holder.heard_at > holder.newcomers.get(ask.instance, state.now):
-            del holder.newcomers[ask.instance]
+        if holder.heard_at > holder.newcomers.get(request.instance, state.now):
+            del holder.newcomers[request.instance]
             raise SlimebusError(f"{name!r} may not join: {who} is alive; {remedy}", code="name_in_use")
-        newcomers = {ask.instance: state.now} | holder.newcomers
+        newcomers = {request.instance: state.now} | holder.newcomers
         holder.newcomers = dict(list(newcomers.items())[:MAX_SUCCESSORS])
         text = f"{name!r} waits for a sign of {who}, which counts as gone after {limit_s:g} s of silence; {remedy}"
         raise SlimebusError(text, code="name_in_doubt", retryable=True)
@@ -267,7 +269,7 @@ def revoke_keys(state: State, keys: Collection[str]) -> None:
         state.note(f"{client.title} is out: its key {client.key} was revoked", is_warning=True)
 
 
-def goodbye(state: State, event: Event, ask: m.Goodbye) -> None:
+def goodbye(state: State, event: Event, request: m.Goodbye) -> None:
     """Let a client go. One that is unknown or fenced is let go too."""
     client = state.clients.get(event.sender)
     if client is not None and client.epoch == event.epoch and client.key == event.key and not client.is_fenced:

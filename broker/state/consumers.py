@@ -33,18 +33,18 @@ MAX_NAMES = 32
 # --- reading ---
 
 
-def read(state: State, event: Event, ask: Read) -> None:
+def read(state: State, event: Event, request: Read) -> None:
     """Answer with the next groups behind the cursor, now or when there are some. The same until they are acknowledged."""
-    if ask.shard >= ask.shards:
-        raise ProtocolError(f"read: shard {ask.shard} of {ask.shards}; expected 0 <= shard < shards")
+    if request.shard >= request.shards:
+        raise ProtocolError(f"read: shard {request.shard} of {request.shards}; expected 0 <= shard < shards")
     consumer, name = consumer_of(state, event.sender), event.sender
-    _acknowledge(state, consumer, ask)
+    _acknowledge(state, consumer, request)
     older = state.waiting_reads.get(name)
     if older is not None and older.to != event.to:
         state.answer(state.waiting_reads, name, ReadReply(position=consumer.position, reason="a newer read took its place"))
-    state.waiting_reads.park(name, event, ask, state.now)
+    state.waiting_reads.park(name, event, request, state.now)
     _answer_if_readable(state, name)
-    if ask.wait_s == 0:
+    if request.wait_s == 0:
         answer_timed_out(state, name)
 
 
@@ -73,13 +73,13 @@ def _forget_one(state: State) -> None:
     state.note(f"consumer {last.name} is forgotten: {MAX_CONSUMERS} others came after it", is_warning=True)
 
 
-def _acknowledge(state: State, consumer: ConsumerRecord, ask: Read) -> None:
+def _acknowledge(state: State, consumer: ConsumerRecord, request: Read) -> None:
     """All before this position is read; or it is read again from there on."""
-    after = ask.after
+    after = request.after
     if after >= state.meta.next_read_position:
         text = f"read after position {after}, but the newest is {state.meta.next_read_position - 1}; the broker lost its folder: begin at 0"
         raise SlimebusError(text, code="position")
-    if after == consumer.position or (after < consumer.position and not ask.back):
+    if after == consumer.position or (after < consumer.position and not request.back):
         return
     last, num_read, num_skipped = state.last_reads.pop(consumer.name, (0, 0, 0))
     if after > consumer.position:
@@ -98,14 +98,14 @@ def answer_waiting_reads(state: State) -> None:
 
 
 def _answer_if_readable(state: State, name: str) -> None:
-    ask, consumer = state.waiting_reads[name].message, state.consumers[name]
-    found = _next_groups(state, consumer, ask)
+    request, consumer = state.waiting_reads[name].message, state.consumers[name]
+    found = _next_groups(state, consumer, request)
     if not found:
         return
     last = found[-1].read_position
-    num_skipped = _num_of_shard(consumer.position, last, ask) - len(found)
+    num_skipped = _num_of_shard(consumer.position, last, request) - len(found)
     state.last_reads[name] = (last, len(found), num_skipped)
-    only = None if ask.extras is None else tuple(ask.extras)
+    only = None if request.extras is None else tuple(request.extras)
     groups = [_describe_group(group, only) for group in found]
     reply = ReadReply(groups=groups, position=consumer.position, num_skipped=num_skipped, finished=state.is_finished)
     _send_reply(state, name, reply, [payload_of(group, only) for group in found])
@@ -117,12 +117,12 @@ def _send_reply(state: State, name: str, reply: ReadReply, samples: Sequence[Sto
     state.answer(state.waiting_reads, name, reply, samples)
 
 
-def _next_groups(state: State, consumer: ConsumerRecord, ask: Read) -> list[Group]:
+def _next_groups(state: State, consumer: ConsumerRecord, request: Read) -> list[Group]:
     """In order, and no further than the first that still lacks a needed field."""
     behind = state.groups.readable_after(consumer.position)
-    of_shard = (group for group in behind if group.read_position % ask.shards == ask.shard)
-    whole = itertools.takewhile(lambda group: has_fields(group, ask.needs), of_shard)
-    return within_one_answer(itertools.islice(whole, min(ask.count, MAX_READ_GROUPS)))
+    of_shard = (group for group in behind if group.read_position % request.shards == request.shard)
+    whole = itertools.takewhile(lambda group: has_fields(group, request.needs), of_shard)
+    return within_one_answer(itertools.islice(whole, min(request.count, MAX_READ_GROUPS)))
 
 
 def within_one_answer(groups: Iterable[Group]) -> list[Group]:
@@ -137,10 +137,10 @@ def within_one_answer(groups: Iterable[Group]) -> list[Group]:
     return found
 
 
-def _num_of_shard(after: int, last: int, ask: Read) -> int:
+def _num_of_shard(after: int, last: int, request: Read) -> int:
     """Positions of the shard from the one behind `after` to `last`."""
-    first = after + 1 + (ask.shard - after - 1) % ask.shards
-    return max(0, (last - first) // ask.shards + 1)
+    first = after + 1 + (request.shard - after - 1) % request.shards
+    return max(0, (last - first) // request.shards + 1)
 
 
 def has_fields(group: Group, names: list[str]) -> bool:

@@ -115,19 +115,21 @@ def _lose_prompt(state: State, group: Group) -> None:
     transitions.apply_transition(state, group, "damaged", LOST_PROMPT)
 
 
-def reject(state: State, event: Event, ask: Reject) -> None:
+def reject(state: State, event: Event, request: Reject) -> None:
     """The trainer cannot train some groups of a step: a failed attempt each, and the step gets others. A repeat changes nothing."""
     number = (event.epoch, event.to.request)
     if number > state.meta.last_reject:
-        if ask.step < state.meta.next_step:
-            raise SlimebusError(f"reject of groups of step {ask.step}; it is committed, the next is {state.meta.next_step}", code="step")
+        if request.step < state.meta.next_step:
+            raise SlimebusError(
+                f"reject of groups of step {request.step}; it is committed, the next is {state.meta.next_step}", code="step"
+            )
         state.meta.last_reject = number
-        named = state.steps[ask.step].groups if ask.step in state.steps else []
-        bad = [state.groups.by_id[name] for name in ask.groups if name in named]
+        named = state.steps[request.step].groups if request.step in state.steps else []
+        bad = [state.groups.by_id[name] for name in request.groups if name in named]
         for group in bad:
-            _reject(state, group, ask.groups[group.id])
+            _reject(state, group, request.groups[group.id])
         if bad:
-            choose_anew(state, ask.step)
+            choose_anew(state, request.step)
     state.reply(event.to, Ok())
 
 

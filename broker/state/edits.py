@@ -19,16 +19,16 @@ REPLAYED = "replayed"
 FINISHED = "the run is finished, nothing more is sampled or trained; a larger rollout.num_rollout extends it"
 
 
-def edit(state: State, event: Event, ask: Edit) -> None:
+def edit(state: State, event: Event, request: Edit) -> None:
     """Drop or replay groups; those for which that cannot be are answered with the reason and left alone."""
     reply = EditReply()
-    for name in dict.fromkeys(ask.groups):
+    for name in dict.fromkeys(request.groups):
         try:
-            reply.done[name] = _drop_group(state, name, ask.reason) if ask.action == "drop" else _replay_group(state, name)
+            reply.done[name] = _drop_group(state, name, request.reason) if request.action == "drop" else _replay_group(state, name)
         except _CannotBe as refusal:
             reply.refused[name] = str(refusal)
     if reply.done:
-        state.note(f"{event.who}: {ask.action} of {len(reply.done)} groups: {', '.join(reply.done)}")
+        state.note(f"{event.who}: {request.action} of {len(reply.done)} groups: {', '.join(reply.done)}")
     state.reply(event.to, reply)
 
 
@@ -95,44 +95,44 @@ def _replay_group(state: State, name: str) -> str:
 # --- import ---
 
 
-def import_group(state: State, event: Event, ask: Import) -> None:
+def import_group(state: State, event: Event, request: Import) -> None:
     """Take in a group: ready with its samples where this run could have made them, else queued with its prompt."""
-    made = _check_imported_samples(state, ask, event.bulk)
-    known = state.groups.by_id.get(ask.group) or state.find_ended(ask.group)
+    made = _check_imported_samples(state, request, event.bulk)
+    known = state.groups.by_id.get(request.group) or state.find_ended(request.group)
     if known is not None:
-        state.reply(event.to, EditReply(done={ask.group: f"here already: {known.phase}"}))
+        state.reply(event.to, EditReply(done={request.group: f"here already: {known.phase}"}))
         return
     if state.meta.finishing:
         raise SlimebusError(f"import: {FINISHED}", code="finished")
-    group = Group(id=ask.group, position=prompts.FIRST_POSITION[prompts.IMPORT], reason="imported")
+    group = Group(id=request.group, position=prompts.FIRST_POSITION[prompts.IMPORT], reason="imported")
     state.save("prompts", group.id, bytes(event.bulk[0]))
-    why = _why_without(state, ask, made) if made else ""
+    why = _why_without(state, request, made) if made else ""
     if made and not why:
-        _make_ready(state, group, ask, made)
+        _make_ready(state, group, request, made)
     state.enter(group, f"import>{group.phase}")
     state.note(f"{event.who}: import of group {group.id}: {group.phase}")
-    state.reply(event.to, EditReply(done={ask.group: f"{group.phase}{f': {why}' if why else ''}"}))
+    state.reply(event.to, EditReply(done={request.group: f"{group.phase}{f': {why}' if why else ''}"}))
 
 
-def _check_imported_samples(state: State, ask: Import, bulk: Sequence[Any]) -> CheckedGroup | None:
+def _check_imported_samples(state: State, request: Import, bulk: Sequence[Any]) -> CheckedGroup | None:
     """The samples of an import; None where it has none that are worth training."""
-    if not ask.group.startswith(IMPORTED) or len(ask.group.encode()) > MAX_GROUP_BYTES:
-        raise ProtocolError(f"import: group {ask.group[:64]!r}; expected at most {MAX_GROUP_BYTES} bytes that begin with {IMPORTED!r}")
+    if not request.group.startswith(IMPORTED) or len(request.group.encode()) > MAX_GROUP_BYTES:
+        raise ProtocolError(f"import: group {request.group[:64]!r}; expected at most {MAX_GROUP_BYTES} bytes that begin with {IMPORTED!r}")
     if not bulk:
-        raise ProtocolError(f"import of {ask.group[:64]}: no prompt record in bulk frame 0")
+        raise ProtocolError(f"import of {request.group[:64]}: no prompt record in bulk frame 0")
     try:
         check_record(bulk[0])
         made = check_group(bulk[1:], max_bytes=state.max_message_bytes) if len(bulk) > 1 else None
     except (DataError, BadSamples) as bad:
-        raise ProtocolError(f"import of {ask.group[:64]}: {bad.text}") from None
+        raise ProtocolError(f"import of {request.group[:64]}: {bad.text}") from None
     return made if made is not None and not all(s.has_failed for s in made.samples) else None
 
 
-def _why_without(state: State, ask: Import, made: CheckedGroup) -> str:
+def _why_without(state: State, request: Import, made: CheckedGroup) -> str:
     """Why the samples cannot be trained here; empty when they can."""
     oldest, newest = version_range(made.samples)
-    if newest != NO_VERSION and ask.lineage != state.meta.lineage:
-        return f"its samples are of lineage {ask.lineage[:8] or 'none'}, not of this run's"
+    if newest != NO_VERSION and request.lineage != state.meta.lineage:
+        return f"its samples are of lineage {request.lineage[:8] or 'none'}, not of this run's"
     if newest > state.meta.version:
         return f"its samples are of version {newest}, newer than {state.meta.version}"
     if staleness.is_stale(state, Group(id="", position=0, oldest_version=oldest), state.next_unassigned):
@@ -140,8 +140,8 @@ def _why_without(state: State, ask: Import, made: CheckedGroup) -> str:
     return ""
 
 
-def _make_ready(state: State, group: Group, ask: Import, made: CheckedGroup) -> None:
-    group.lease = LeaseRecord(state.meta.next_lease, lineage=ask.lineage)
+def _make_ready(state: State, group: Group, request: Import, made: CheckedGroup) -> None:
+    group.lease = LeaseRecord(state.meta.next_lease, lineage=request.lineage)
     group.put_lease = group.lease.id
     state.meta.next_lease += 1
     leases.note_sample_facts(group, made)

@@ -17,13 +17,13 @@ UNSERVED = "no worker serves its version"
 """The reason under which its prompts are counted."""
 
 
-def finish(state: State, event: Event, ask: Finish) -> None:
+def finish(state: State, event: Event, request: Finish) -> None:
     """The last step is trained; workers leave once the last evaluation is done."""
     state.finish_is_confirmed = True
     if not state.meta.finishing:
         state.meta.finishing, state.meta.finished_num_steps = True, state.rules.num_steps or 0
         evaluation.start_automatic(state)
-        state.note(f"the trainer has finished{': ' + ask.reason if ask.reason else ''}")
+        state.note(f"the trainer has finished{': ' + request.reason if request.reason else ''}")
     state.reply(event.to, Ok())
 
 

@@ -71,27 +71,27 @@ def start_evaluation(state: State, key: str, datasets: list[str]) -> Evaluation:
     return evaluation
 
 
-def evaluate(state: State, event: Event, ask: Evaluate) -> None:
+def evaluate(state: State, event: Event, request: Evaluate) -> None:
     """Start an evaluation on request, or answer with one of the same key."""
-    check_name("evaluate: key", ask.key)
-    evaluation = state.evaluations.get(ask.key)
+    check_name("evaluate: key", request.key)
+    evaluation = state.evaluations.get(request.key)
     if evaluation is None:
-        evaluation = _start_requested(state, ask)
-    if evaluation.is_done or ask.wait_s == 0:
+        evaluation = _start_requested(state, request)
+    if evaluation.is_done or request.wait_s == 0:
         _send_reply(state, event.to, evaluation)
         return
     key = (event.sender, event.to.request)
     if key not in state.waiting_evaluations:
         state.check_may_wait(state.waiting_evaluations, event.sender)
-    state.waiting_evaluations.park(key, event, ask, state.now)
+    state.waiting_evaluations.park(key, event, request, state.now)
 
 
-def _start_requested(state: State, ask: Evaluate) -> Evaluation:
+def _start_requested(state: State, request: Evaluate) -> Evaluation:
     if state.is_finished:
         remedy = "a checkpoint is evaluated without a run: slimebus eval --model RUN_DIR/checkpoints/step_N"
         raise SlimebusError(f"evaluate: the run is finished and its workers leave; {remedy}", code="finished")
     known = state.rules.eval_datasets
-    datasets = ask.datasets or list(known)
+    datasets = request.datasets or list(known)
     unknown = [name for name in datasets if name not in known]
     if unknown or not datasets:
         text = f"evaluate: no held-out set {unknown[0][:64]!r}" if unknown else "evaluate: this run has no held-out set"
@@ -100,7 +100,7 @@ def _start_requested(state: State, ask: Evaluate) -> Evaluation:
         raise SlimebusError("evaluate: no version is published yet", code="no_version", retryable=True)
     if len(running_evaluations(state)) >= MAX_RUNNING:
         raise SlimebusError(f"evaluate: {MAX_RUNNING} evaluations run already", code="busy", retryable=True)
-    return start_evaluation(state, ask.key, datasets)
+    return start_evaluation(state, request.key, datasets)
 
 
 # --- scoring ---

@@ -75,31 +75,31 @@ def _reconcile_leases(state: State, client: ClientRecord, leases: WorkerLeases, 
 # --- commands ---
 
 
-def command(state: State, event: Event, ask: m.Command) -> None:
+def command(state: State, event: Event, request: m.Command) -> None:
     """Hand a command to its worker, or say what became of it."""
-    worker = _find_worker(state, ask)
-    outcome = worker.outcomes.get(ask.key)
-    if outcome is None and ask.key not in worker.commands:
+    worker = _find_worker(state, request)
+    outcome = worker.outcomes.get(request.key)
+    if outcome is None and request.key not in worker.commands:
         if len(worker.commands) >= MAX_COMMANDS:
             raise state.busy("commands", f"{worker.name} has {MAX_COMMANDS} commands to do")
-        worker.commands = {**worker.commands, ask.key: ask}
-        state.note(f"{worker.name} has to {ask.action} {ask.url}".rstrip())
+        worker.commands = {**worker.commands, request.key: request}
+        state.note(f"{worker.name} has to {request.action} {request.url}".rstrip())
     state.reply(event.to, outcome or m.CommandReply(worker=worker.name))
 
 
-def _find_worker(state: State, ask: m.Command) -> ClientRecord:
+def _find_worker(state: State, request: m.Command) -> ClientRecord:
     workers = {c.name: c for c in state.clients.values() if c.role == "rollout" and not c.is_gone and not c.is_fenced}
     names = ", ".join(workers) or "none"
-    if not ask.worker and len(workers) != 1:
+    if not request.worker and len(workers) != 1:
         raise SlimebusError(f"name one of the workers of this run: {names}", code="no_worker")
-    if ask.worker and ask.worker not in workers:
-        raise SlimebusError(f"no worker {ask.worker[:64]!r} in this run; there are: {names}", code="no_worker")
-    return workers[ask.worker] if ask.worker else next(iter(workers.values()))
+    if request.worker and request.worker not in workers:
+        raise SlimebusError(f"no worker {request.worker[:64]!r} in this run; there are: {names}", code="no_worker")
+    return workers[request.worker] if request.worker else next(iter(workers.values()))
 
 
 def record_outcomes(worker: ClientRecord, outcomes: dict[str, m.CommandReply]) -> list[m.Command]:
     """What became of commands; those that the worker is still to be told of, or is at."""
     if outcomes:
         worker.outcomes = dict(list({**worker.outcomes, **outcomes}.items())[-MAX_COMMANDS:])
-        worker.commands = {key: ask for key, ask in worker.commands.items() if key not in outcomes}
+        worker.commands = {key: request for key, request in worker.commands.items() if key not in outcomes}
     return list(worker.commands.values())

@@ -36,18 +36,18 @@ Refused = dict[Kind, bool]
 # --- lease ---
 
 
-def lease(state: State, event: Event, ask: Lease) -> None:
+def lease(state: State, event: Event, request: Lease) -> None:
     """Grant up to `want` groups, now or when capacity appears. The same request repeated gets the same groups."""
     key, waiting, rules = (event.sender, event.to.request), state.waiting_leases, state.rules
-    set_serving(state, state.clients[event.sender], ask.lineage, ask.serving)
+    set_serving(state, state.clients[event.sender], request.lineage, request.serving)
     if granted := state.groups.leased_at(*key):
         _send_groups(state, event.to, granted)
         return
     if key not in waiting and (len(waiting) >= rules.max_parked or len(waiting.asked_by(event.sender)) >= rules.max_parked_per_client):
         deal(state)  # those before it in the same burst may have their groups now
         state.check_may_wait(waiting, event.sender)
-    waiting.park(key, event, ask, state.now, (ask.lineage, ask.serving, ask.needs_weights))
-    if ask.wait_s == 0 or state.is_finished:
+    waiting.park(key, event, request, state.now, (request.lineage, request.serving, request.needs_weights))
+    if request.wait_s == 0 or state.is_finished:
         deal(state)
         answer_timed_out(state, key)
 

@@ -20,22 +20,22 @@ MAX_KEYS = 65_536
 """Pushes that a repeat is recognised of; beyond that the oldest key is forgotten."""
 
 
-def push(state: State, event: Event, ask: Push) -> None:
+def push(state: State, event: Event, request: Push) -> None:
     """Take in prompts behind all that were pushed before, or with `front` before those that were not. A repeated key adds nothing."""
-    _check(event, ask)
+    _check(event, request)
     records = [bytes(record) for record in event.bulk]
     digest = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(records))
-    known = state.pushes.get(ask.key)
+    known = state.pushes.get(request.key)
     if known is not None and (known.digest, known.count) != (digest, len(records)):
-        raise SlimebusError(f"push: key {ask.key!r} was used for {known.count} other prompts; choose another key", code="push_key")
-    made = known or _accept(state, ask, records, digest)
+        raise SlimebusError(f"push: key {request.key!r} was used for {known.count} other prompts; choose another key", code="push_key")
+    made = known or _accept(state, request, records, digest)
     duplicate = 0 if known is None else made.count
     first, waiting = f"{made.lane}/{made.first}", prompts.num_waiting(state)
     state.reply(event.to, PushReply(accepted=made.count - duplicate, duplicate=duplicate, first=first, waiting=waiting))
 
 
-def _check(event: Event, ask: Push) -> None:
-    check_name("push: key", ask.key)
+def _check(event: Event, request: Push) -> None:
+    check_name("push: key", request.key)
     if not 0 < len(event.bulk) <= MAX_PROMPTS:
         raise ProtocolError(f"push: {len(event.bulk)} prompts; expected 1 to {MAX_PROMPTS}, one bulk frame each")
     if (size_bytes := sum(map(len, event.bulk))) > MAX_BYTES:
@@ -47,7 +47,7 @@ def _check(event: Event, ask: Push) -> None:
             raise ProtocolError(f"push: prompt {number}: {bad.text}") from None
 
 
-def _accept(state: State, ask: Push, records: list[bytes], digest: str) -> PushRecord:
+def _accept(state: State, request: Push, records: list[bytes], digest: str) -> PushRecord:
     if state.meta.finishing:
         raise SlimebusError("push: the run is finished; nothing more will be sampled", code="finished")
     waiting, most = prompts.num_waiting(state), state.rules.max_pushed
@@ -56,13 +56,13 @@ def _accept(state: State, ask: Push, records: list[bytes], digest: str) -> PushR
     if waiting + len(records) > most:
         text = f"push: {waiting} pushed prompts wait to be sampled; {len(records)} more would be above {most}"
         raise state.busy("max_pushed", text)
-    lane = prompts.FRONT if ask.front else prompts.PUSH
+    lane = prompts.FRONT if request.front else prompts.PUSH
     first, end = state.meta.pushed[lane]
     state.meta.pushed[lane] = (first, end + len(records))
     for number, record in enumerate(records, end):
         state.save("prompts", f"{lane}/{number}", record)
     state.meta.num_pushes += 1
-    known = PushRecord(key=ask.key, serial=state.meta.num_pushes, digest=digest, lane=lane, first=end, count=len(records))
+    known = PushRecord(key=request.key, serial=state.meta.num_pushes, digest=digest, lane=lane, first=end, count=len(records))
     state.keep_latest("pushes", known, MAX_KEYS)
     state.tally(state.meta.counted, "prompts pushed", len(records))
     return known

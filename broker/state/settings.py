@@ -62,21 +62,21 @@ def values_for_json(rules: Rules) -> dict[str, Scalar]:
 # --- changing ---
 
 
-def change(state: State, event: Event, ask: Set) -> None:
+def change(state: State, event: Event, request: Set) -> None:
     """Put new settings in force, all or none, and answer with old and new. The same key again gets the first answer."""
-    check_name("set: key", ask.key)
-    made = state.changes.get(ask.key) or apply_change(state, event.who, ask)
+    check_name("set: key", request.key)
+    made = state.changes.get(request.key) or apply_change(state, event.who, request)
     state.reply(event.to, SetReply(step=made.step, changed=made.changed, settings=current_values(state.rules)))
 
 
-def apply_change(state: State, by: str, ask: Set) -> SettingsChange:
+def apply_change(state: State, by: str, request: Set) -> SettingsChange:
     """The change that is asked for, made. by: who asks, as the log and the status name it. Raises ConfigError."""
-    wanted = {setting_of(name): convert_value(name, value) for name, value in ask.settings.items()}
-    if len(wanted) < len(ask.settings):
+    wanted = {setting_of(name): convert_value(name, value) for name, value in request.settings.items()}
+    if len(wanted) < len(request.settings):
         raise ConfigError("set: a setting is given twice, with and without its section")
     old = current_values(state.rules)
     changed = {name: (old[name], value) for name, value in wanted.items() if value != old[name]}
-    made = SettingsChange(key=ask.key, serial=state.meta.num_changes + 1, by=by, step=state.next_unassigned, changed=changed)
+    made = SettingsChange(key=request.key, serial=state.meta.num_changes + 1, by=by, step=state.next_unassigned, changed=changed)
     if not wanted:
         return made
     rules = with_values(state.rules, wanted)  # raises before anything is changed
