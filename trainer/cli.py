@@ -55,7 +55,7 @@ def node_of(ctx: click.Context) -> "NodeOptions":
 
 
 def resolved_on_node(ctx: click.Context, run_yaml: Path | None) -> Resolved:
-    """The config. Where it does not load the other nodes are told, and the error is raised."""
+    """The config. Where it does not load, this node tells the other nodes and raises the error."""
     try:
         return from_context(ctx, run_yaml)
     except SlimebusError as bad:

@@ -1,7 +1,7 @@
 """The real state machine among timed workers and a timed trainer.
 
-Broker time stands still: waits, leases and silence are not what is asked about here, and 10,000 workers without heartbeats are quicker
-by far. Failures of workers are told to the machine when it would have noticed them.
+Broker time stands still: waits, leases and silence are not simulated, and 10,000 workers without heartbeats are quicker by far.
+The state machine learns of a failed worker at the time at which it would have noticed.
 """
 
 import math

@@ -53,7 +53,7 @@ def why_waiting(state: State, waiting: Waiting[Lease]) -> str:
 
 
 def refusal_for(state: State, client: ClientRecord, *, needs_weights: bool) -> Cause | None:
-    """Why this worker may not start a training group now, and whom that waits for; None when it may."""
+    """Why this worker may not start a training group now, and which process that waits for; None when it may."""
     rules, num_in_flight = state.rules, state.num_in_flight
     if state.meta.finishing:
         text = "the run is finished" if state.is_finishing else "the run had finished; waiting for a trainer to go on"

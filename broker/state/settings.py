@@ -179,7 +179,7 @@ MIN_WAITING_SHARE = 0.1
 """A trainer that waits for more of its time than this could use a higher bound."""
 ESS = "lag/all/ess_token"
 """The trainer's metric: effective sample size by number of tokens, of their ratios, not clipped. That of whole samples falls with their
-length: an engine whose logprobs are off by 0.02 has 0.19 of samples of 4,096 tokens at lag 0, and 0.9996 of tokens."""
+length: an engine with logprobs that are off by 0.02 has 0.19 of samples of 4,096 tokens at lag 0, and 0.9996 of tokens."""
 NAME = "autopilot"
 
 

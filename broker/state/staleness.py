@@ -62,7 +62,7 @@ def recall_lease(state: State, group: Group) -> None:
 
 def end_recalled_lease(state: State, lease: int) -> None:
     """A recalled lease was not given back in time."""
-    apply_on_stale(state, state.groups.by_lease[lease], "recalled in vain")
+    apply_on_stale(state, state.groups.by_lease[lease], "recalled and not given back")
 
 
 def last_fresh_step(state: State, version: int) -> float:

@@ -34,7 +34,7 @@ SESSION_HEADER = "X-Session-Id"
 WAIT_S = 20.0
 """How long a request waits for a session to take; openai's client tries again after a 503."""
 KEEP_ALIVE_S = 15.0
-"""A stream whose reply is not there yet sends a comment as often: clients take silence for a lost connection."""
+"""A stream sends a comment this often until its reply is complete: clients take silence for a lost connection."""
 JUDGE_S = 60.0
 """Of a call of judge."""
 ANYWHERE = ("", "0.0.0.0", "::")
@@ -99,7 +99,7 @@ class Endpoint:
                 web.delete("/v1/sessions/{id}", self.end),
             ]
         )
-        # A request whose client has left is cancelled, at the engine too: what nobody got is not trained.
+        # When its client leaves, a request is cancelled, at the engine too: a reply that nobody got is not trained.
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -218,7 +218,7 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def _hold_session(self, request: web.Request) -> AsyncIterator[SessionSlot]:
-        """The session of this request, for it alone. Of a turn that is refused, or whose client has left, nothing stays."""
+        """The session of this request, for it alone. A turn that is refused, or left by its client, changes nothing."""
         slot = await self._slot_of(request)
         async with slot.turn:
             if slot.ended.is_set():  # perhaps while this waited

@@ -31,7 +31,7 @@ OURS = {"policy": "manual", "disable_health_check": True, "log_level": "warn"}
 
 
 class RouterClient(EngineClient):
-    """Samples through a router. engines: those behind it, which are told of aborts."""
+    """Samples through a router. engines: those behind it, which get the aborts."""
 
     def __init__(self, url: str, engines: Callable[[], Sequence[Engine]], **options: Any) -> None:
         super().__init__(url, **options)

@@ -241,7 +241,7 @@ def take_over_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def accept_changes_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """--accept-changes of a command that starts a run's broker."""
-    help_ = "Go on with a run whose reward, generation, chat template or initial model changed since it was last started."
+    help_ = "Resume a run although its reward, generation, chat template or initial model changed since its last start."
     return click.option("--accept-changes", is_flag=True, help=help_)(function)
 
 

@@ -2,7 +2,7 @@
 
     loop --progress--> LoopWatch <--SIGTERM, SIGINT (wakeup fd)
                          no progress for WARN_S:    a line of the log names the user's file and line
-                         no progress for limit_s, or still there `grace_s` after it was told to leave:  stack, on_end, os._exit
+                         no progress for limit_s, or still running `grace_s` after it was asked to leave:  stack, on_end, os._exit
 
 A call that holds the interpreter itself (C code, a regular expression) stops this thread too.
 """
@@ -110,7 +110,7 @@ class LoopWatch:
         ):
             self._end_process(f"{self.what} was blocked for {self.blocked_s:.0f} s {self._blocked_where()}", is_blocked=True)
         elif self._leaving_s >= self.grace_s:
-            self._end_process(f"told to leave {self._leaving_s:.0f} s ago and still here; the main thread is at {self._current_line()}")
+            self._end_process(f"asked to leave {self._leaving_s:.0f} s ago and still running; the main thread is at {self._current_line()}")
 
     def _blocked_where(self) -> str:
         who = self.who()

@@ -27,7 +27,7 @@ GUARD_PATH = __file__
 
 
 def guarded_command(command: Sequence[str]) -> list[str]:
-    """The command under a guard: it ends with all that it started when the guard is told to, and when this process ends, killed or not."""
+    """The command under a guard, which ends it and all its processes on a signal to end, and when this process ends, killed or not."""
     return [sys.executable, GUARD_PATH, str(os.getpid()), *command]
 
 

@@ -76,7 +76,7 @@ def read_sweep(sweep: Sweep, outcomes: Mapping[str, TrialOutcome]) -> list[RunRe
 
 
 def read_runs(run_dirs: Sequence[Path], score: str = "", axis: str = "") -> list[RunResult]:
-    """Of runs that exist; of a sweep's folder, of all its trials, which keep their conditions. Others are told apart by their settings.
+    """The results of runs that exist; for a sweep's folder those of its trials, with their conditions. Other runs differ by their settings.
 
     axis: the setting that is compared, max_staleness by default. Raises DataError for a folder without records of a run.
     """

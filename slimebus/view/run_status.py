@@ -74,7 +74,7 @@ class RunStatus:
                 self._read_file()
 
     def _with_earlier_steps(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The status, with the steps seen before of which a broker that was restarted knows no more."""
+        """The status, with earlier steps that a restarted broker no longer knows."""
         if (found["run"], found["lineage"]) != (self.status.get("run"), self.status.get("lineage")):
             return found
         first = found["steps"][0]["step"] if found["steps"] else found["step"]

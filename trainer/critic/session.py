@@ -74,7 +74,7 @@ class CriticSession:
 
     @property
     def has_new(self) -> bool:
-        """Whether `take_groups` gave groups that lack values, be it only zeros."""
+        """Whether `take_groups` gave groups that lack values, also where the values are zeros alone."""
         return bool(self._lacking)
 
     @property

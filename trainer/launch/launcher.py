@@ -109,7 +109,7 @@ def rendezvous(plan: LaunchPlan) -> list[NodeConnection]:
 
 def tell_others(plan: LaunchPlan, problem: str) -> None:
     """Tell the other nodes, which would wait for this one, why it cannot start: node 0 all that come within TELL_S, another node 0."""
-    log.error("%s; the other nodes are told, for %.0f s at most", problem, TELL_S)
+    log.error("%s; telling the other nodes, for %.0f s at most", problem, TELL_S)
     deadline = time.monotonic() + TELL_S
     if plan.node_rank:
         with contextlib.suppress(SlimebusError), contextlib.closing(_connect(plan, deadline)) as peer:

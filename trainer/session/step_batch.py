@@ -61,8 +61,8 @@ class StepBatch(msgspec.Struct):
         return [sample for group in self.groups for sample in group.samples]
 
     def plan(self, schedule: Sequence[float], num_passes: int = 1) -> StepPlan:
-        """How this batch is trained: in an optimizer step for each learning rate of the schedule, of which each pass has its share, fewer
-        where it has fewer groups. Rates that are recorded of as many steps go before those of the schedule."""
+        """How this batch is trained: in one optimizer step for each learning rate of the schedule, divided among the passes, and in fewer
+        where it has fewer groups. Recorded rates replace the schedule where they are of as many steps."""
         num_steps = min(len(schedule) // num_passes, len(self.groups))
         if len(self.learning_rates) != num_steps * num_passes:
             self.learning_rates = tuple(schedule[: num_steps * num_passes])

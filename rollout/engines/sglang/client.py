@@ -219,7 +219,7 @@ class EngineClient:
         return await self.status("/ready", timeout_s) == 200
 
     async def answers(self, timeout_s: float, *, generates: bool = False) -> bool:
-        """Whether anything answers within `timeout_s`, be it an error; generates: whether a token is made within it. Never raises."""
+        """Whether anything answers within `timeout_s`, an error too; generates: whether a token is made within it. Never raises."""
         # /ping is the HTTP process's own; /health_generate is 200 once any request gets a token.
         return await self.status("/health_generate", timeout_s) == 200 if generates else await self.status("/ping", timeout_s) != 0
 

@@ -34,7 +34,7 @@ class EngineProcess:
     """
 
     def __init__(self, command: list[str], url: str, log_path: Path, *, env: dict[str, str] | None = None, api_key: str = "") -> None:
-        """api_key: what the command was told that clients must send."""
+        """api_key: the key that clients of the command must send."""
         self.command, self.url, self.log_path, self.api_key = command, url.rstrip("/"), log_path, api_key
         self.environment = {"PYTHONSAFEPATH": "1", **(env or {})}
         self._child: ChildProcess | None = None

@@ -121,7 +121,7 @@ class DiskChain:
 
     @property
     def address(self) -> str:
-        """What workers are told; they look for the lineage under their own weights directory."""
+        """The address that workers get; they look for the lineage under their own weights directory."""
         return f"{SCHEME}{self.folder.absolute()}"
 
     def write(self, store: VersionStore) -> None:
@@ -269,7 +269,7 @@ class DiskPuller(PullLoop):
         return [self._read(latest, version, "delta") for version in range(have + 1, latest.version + 1)]
 
     def _apply_files(self, files: Sequence[delta_file.DeltaFile], have: Weights | None) -> Weights:
-        """File after file. Only the last version comes to be in shared memory."""
+        """Apply the files in order. Only the last version is put into shared memory."""
         weights = have
         for found in files:
             folder = self._host.folder if self._host is not None and found is files[-1] else None

@@ -30,7 +30,7 @@ class KnownTensor:
 class TensorDownload:
     """One payload under way: the delta from base, or without a base the tensor itself. source: the worker that it comes from, if any.
 
-    folder: where the tensor comes to be; None: in this process's own memory.
+    folder: where the tensor is put; None: in this process's own memory.
     """
 
     entry: TensorEntry
@@ -45,7 +45,7 @@ class TensorDownload:
 
     @functools.cached_property
     def result(self) -> NDArray[np.uint8]:
-        """Where the tensor comes to be. Raises WeightsError where there is no room."""
+        """The buffer of the tensor. Raises WeightsError where there is no room."""
         if self.folder is not None:
             return self.folder.allocate(self.form)
         try:
@@ -55,7 +55,7 @@ class TensorDownload:
 
     @functools.cached_property
     def payload(self) -> NDArray[np.uint8]:
-        """Where the payload comes to be; without a base it is the tensor."""
+        """The buffer of the payload; without a base it is the tensor."""
         return self.result if self.base is None else np.empty(self.size, np.uint8)
 
     @property

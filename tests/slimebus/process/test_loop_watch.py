@@ -135,7 +135,7 @@ def test_a_process_that_works_on_after_its_grace_is_ended() -> None:
     watched.watch.leave()
     assert not watched.ended
     watched.work(1)
-    assert watched.ended[0].startswith("told to leave 40 s ago and still here; the main thread is at ")
+    assert watched.ended[0].startswith("asked to leave 40 s ago and still running; the main thread is at ")
 
 
 def test_more_sigterms_do_not_disturb_the_leaving_and_a_second_ctrl_c_ends_it() -> None:
