@@ -59,7 +59,7 @@ def fetch(bus: Bus, groups: list[str]) -> int:
 def main() -> None:
     bus = Bus(sys.argv[1], "stand-alone trainer", "trainer")
     bus.ask("resume", {"step": 0, "version": 0, "lineage": bus.instance})
-    bus.ask("publish", {"lineage": bus.instance, "version": 0, "publishers": [], "digest": "none"})
+    bus.ask("publish", {"lineage": bus.instance, "version": 0, "publishers": ["tcp://127.0.0.1:1"], "digest": "none"})
     trained: list[str] = []
     samples = 0
     for step in range(int(sys.argv[2])):
@@ -67,7 +67,9 @@ def main() -> None:
         groups = [group for group, *_ in told["groups"]]
         samples += fetch(bus, groups)
         if told.get("next_version", -1) > told["version"]:
-            bus.ask("publish", {"lineage": bus.instance, "version": told["next_version"], "publishers": [], "digest": "none"})
+            bus.ask(
+                "publish", {"lineage": bus.instance, "version": told["next_version"], "publishers": ["tcp://127.0.0.1:1"], "digest": "none"}
+            )
         bus.ask("commit", {"step": step, "checkpoint": step + 1, "unused": {groups[0]: "shown"}, "metrics": {"loss": 0.5}})
         trained += groups
         print(f"step {step}", flush=True)

@@ -54,7 +54,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
     "no logprobs": lambda table: table["fields"].pop(2),
     "tokens of 8 bytes": _field(0, dtype="int64"),
     "a dtype that cannot cross": _field(3, dtype="complex64"),
-    "a shape too few": _field(3, shapes=[]),
+    "a shape too many": lambda table: table["fields"][3]["shapes"].append([0]),
     "a negative shape": _field(3, shapes=[[-1]]),
     "no name": _field(3, name=""),
     "a name without end": _field(3, name="x" * LONG),

@@ -43,6 +43,7 @@ class Trainer(Actor):
         self.version = world.version_of(start.step)
         self.lineage = f"{name}-{world.timeline.serial()}"
         self.batches: dict[int, m.BatchReply] = {}
+        self.fetches: dict[int, m.Fetch] = {}
         self.loaded: set[int] = set()
         self.asked: set[int] = set()
         self.announced = m.NO_VERSION
@@ -133,7 +134,7 @@ class Trainer(Actor):
             self._ask_batch(step)
             return
         self.batches[step], choice = reply, self._choice(step)
-        ask = m.Fetch(groups=[g.group for g in reply.groups])
+        self.fetches[step] = ask = m.Fetch(groups=[g.group for g in reply.groups])
         self.ask(ask, lambda answer, bulk: self._fetched(step, answer, bulk) if choice == self._choice(step) else None)
 
     def _reject(self, step: int) -> None:
@@ -142,6 +143,7 @@ class Trainer(Actor):
         bad = self.world.random.choice(self.batches[step].groups).group
         self.loaded = {s for s in self.loaded if s < step}
         self.batches = {s: batch for s, batch in self.batches.items() if s < step}
+        self.fetches = {s: fetch for s, fetch in self.fetches.items() if s < step}
         self.num_rejecting += 1
         self.ask(m.Reject(step=step, groups={bad: "luck"}), lambda *_: self._rejected(step))
 
@@ -238,13 +240,17 @@ class Trainer(Actor):
 
     # --- refusals ---
 
+    def _was_chosen_anew(self, message: m.Message) -> bool:
+        """The fetch was sent before its batch, or one before it, was rejected."""
+        return isinstance(message, m.Fetch) and not any(message is fetch for fetch in self.fetches.values())
+
     def refused(self, error: m.Error, request: Request) -> None:
         if isinstance(request.message, m.Goodbye) or (self.is_done and error.code == "not_joined"):  # a heartbeat behind the goodbye
             self.die()
         elif error.code == "name_in_use":
             self._turned_away()
-        elif error.code == "not_assigned" and self.rejected:
-            pass  # what was asked for before its batch was chosen anew
+        elif error.code == "not_assigned" and self._was_chosen_anew(request.message):
+            pass
         elif error.code == "step" and isinstance(request.message, m.Batch) and request.message.step in self.trained:
             pass  # the same, and that step is trained since; the answer to its commit may be under way
         elif error.code == "step" and isinstance(request.message, m.Resume) and self.step < self.world.oldest_checkpoint:
