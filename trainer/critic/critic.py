@@ -39,7 +39,7 @@ class Critic(Learner):
 
     def values(self, groups: Sequence[TrainingGroup] | None) -> list[np.ndarray]:
         """The value of what stands before each token, under the current weights, [T] f32 for each sample; 0 at each first token."""
-        batch = self._shared(groups, None)
+        batch = self._broadcast_batch(groups, None)
         return np.split(self._forward(batch), batch.ends[:-1])
 
     def train(self, groups: Sequence[TrainingGroup] | None, *, num_steps: int = 1) -> dict[str, float]:
@@ -48,7 +48,7 @@ class Critic(Learner):
 
         Raises SlimebusError `nonfinite`, as the policy.
         """
-        batch = self._shared(groups, None)
+        batch = self._broadcast_batch(groups, None)
         batch = batch.with_columns(self._of_rank_0(lambda: {"returns": Column(self._returns(batch))}))
         parts = batch.cut_groups(num_steps) * self.config.rollout.num_passes_per_rollout
         made = [self._train_part(batch.select(part)) for part in parts]

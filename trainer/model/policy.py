@@ -48,7 +48,7 @@ class Policy(Learner):
         `on_nonfinite` says stop, or too often.
         """
         num_passes = self.config.rollout.num_passes_per_rollout
-        batch = self._add_logprob_columns(self._shared(groups, version), num_steps * num_passes)
+        batch = self._add_logprob_columns(self._broadcast_batch(groups, version), num_steps * num_passes)
         batch = batch.with_columns(self._of_rank_0(lambda: self.objective.advantages(batch)))
         trained, made, new_logprobs = list[np.ndarray](), list[dict[str, float]](), list[np.ndarray]()
         rates = learning_rates or self.learning_rates(num_steps * num_passes)
@@ -111,7 +111,7 @@ class Policy(Learner):
 
     def logprobs(self, groups: Sequence[TrainingGroup] | None) -> list[np.ndarray]:
         """Log-probability of every token under the current weights, [T] f32 for each sample in batch order; 0 at each first token."""
-        batch = self._shared(groups, None)
+        batch = self._broadcast_batch(groups, None)
         return np.split(self._forward(batch), batch.ends[:-1])
 
     @cached_property

@@ -132,7 +132,7 @@ class PullLoop(ABC):
         self.stages = Stages()
 
     @abstractmethod
-    def _round(self, plan: PullPlan, deadline: float) -> Weights:
+    def _pull_once(self, plan: PullPlan, deadline: float) -> Weights:
         """One attempt. Raises RetryPull for the next, and SlimebusError where none would help."""
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0) -> Weights:
@@ -165,7 +165,7 @@ class PullLoop(ABC):
         while not self._cancelled.is_set():
             verified_before = plan.num_verified
             try:
-                return self._round(plan, deadline)
+                return self._pull_once(plan, deadline)
             except RetryPull as unfinished:
                 reason = str(unfinished) if unfinished.adds_information or not reason else reason
             self.counts["rounds"] += 1

@@ -1,5 +1,6 @@
 """Decodes the bytes that a pull received, and verifies each tensor by the hashes of its publisher."""
 
+import functools
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 
@@ -43,14 +44,15 @@ class Verifications:
     """Verifies completed downloads, large ones in threads while more arrives."""
 
     def __init__(self, threads: Threads, unit_threads: Threads) -> None:
-        self._threads, self._unit_threads = threads, unit_threads
+        self._threads = threads
+        self._verify = functools.partial(verify_tensor, threads=unit_threads)
         self._running: list[tuple[TensorDownload, Future[bool]]] = []
 
     def start(self, downloads: Iterable[TensorDownload]) -> None:
         """Begin to verify these."""
         for download in downloads:
             threads = self._threads if download.form.size >= MIN_POOLED_BYTES else Threads()
-            self._running.append((download, threads.submit(verify_tensor, download, self._unit_threads)))
+            self._running.append((download, threads.submit(self._verify, download)))
 
     def wait(self) -> None:
         """Until nothing is being verified any more."""
