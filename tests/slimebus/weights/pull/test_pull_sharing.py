@@ -106,7 +106,7 @@ from pathlib import Path
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.pull.pull_loop import HostPullSharing
 from slimebus.weights.pull.puller import WeightPuller
-from slimebus.weights.pull.plan import Plan
+from slimebus.weights.pull.plan import PullPlan
 keep_verified, kept = Plan.keep_verified, []
 def dying(self, job, target):
     keep_verified(self, job, target)
