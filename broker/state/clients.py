@@ -12,7 +12,11 @@ name with its first request under its own epoch, which only a living one can kno
 those of every older trainer, of any name, once a newer one resumes.
 """
 
+import itertools
+import math
 from collections.abc import Collection, Iterator
+
+import msgspec
 
 from broker.state import evaluation, transitions
 from broker.state.broker_state import State
@@ -21,7 +25,7 @@ from broker.state.groups import EVAL, Group
 from broker.state.records import ClientRecord
 from slimebus.bus import messages as m
 from slimebus.bus import protocol
-from slimebus.bus.envelope import check_name, error_reply
+from slimebus.bus.envelope import check_name, error_reply, one_line
 from slimebus.bus.errors import ConfigError, Fenced, ProtocolError, SlimebusError
 from slimebus.bus.messages import NO_VERSION, PROTOCOL_VERSION
 from slimebus.security.roles import SENDERS
@@ -37,11 +41,22 @@ MAX_SUCCESSORS = 8
 """Processes of one name that have said hello and nothing else."""
 TRAINER_PLACES = 8
 """For trainers alone, beside the names that may be joined: clients with a worker's key cannot keep them out."""
+LAST_SHARE = 8
+"""An eighth of the names."""
 SILENT_BEATS = 3
 RECONNECT_S = 2.0
 """Once the broker is restarted, a living process is heard within this and a heartbeat: libzmq connects anew at least every second."""
 FORGET_S = 3600.0
 """A gone client is forgotten after this long; should it come back, it joins anew."""
+
+MAX_NAME_CHARS, MAX_ENGINE_CHARS = 64, 256
+"""Of a metric's name and of each text about an engine: every status has those of all clients."""
+MAX_METRICS, MAX_METRIC = 64, 1e100
+"""Of a heartbeat; NaN and larger ones are left out: JSON has no word for them, nor for their sum."""
+MAX_PLACE_CHARS = 200
+"""Of `blocked_at`: the end of a path says more than its beginning."""
+MAX_COMMANDS = 64
+"""Outcomes remembered, and commands outstanding, of a worker."""
 
 MODEL = "model.hf_checkpoint"
 WITH_EACH_LEASE = (
@@ -57,7 +72,10 @@ MAX_SETTINGS, MAX_CHARS = 64, 512
 def check_sender(state: State, event: Event) -> None:
     """Raise SlimebusError where this sender may not ask this: `wrong_run`, `fenced`, `not_joined`, `forbidden`, `role`, `not_resumed`."""
     kind = type(event.message)
-    if event.run != state.meta.run and (event.run or kind not in BEFORE_RUN_IS_KNOWN):
+    if not event.run and kind not in BEFORE_RUN_IS_KNOWN:
+        text = f"{event.sender[:64]!r} names no run; say hello first, and put the run of its answer into every header"
+        raise SlimebusError(text, code="not_joined")
+    if event.run and event.run != state.meta.run:
         text = f"{event.sender[:64]!r} names run {event.run[:64]!r}, this broker serves run {state.meta.run!r}"
         raise SlimebusError(f"{text}; give --name, or the address of its own broker", code="wrong_run")
     client = state.clients.get(event.sender) if kind in WITHOUT_HELLO else sender_of(state, event)
@@ -93,9 +111,22 @@ def sender_of(state: State, event: Event) -> ClientRecord:
 def touch(state: State, client: ClientRecord, peer: bytes = b"") -> None:
     """A sign of life, heard from `peer`."""
     if not state.finish_is_confirmed and (client.name, client.instance) in state.members_at_restart:
-        state.finish_is_confirmed = True
+        state.confirm_finish()
     client.heard_at, client.is_gone, client.peer = state.now, False, peer
     state.timers.set(("client", client.name), state.now + state.rules.client_timeout_s)
+
+
+def restart(state: State) -> None:
+    """After a restart of the broker: everyone has a full deadline, and a place is free only once its process is silent anew."""
+    state.had_members = any(not client.is_fenced for client in state.clients.values())
+    for client in state.clients.values():
+        touch(state, client)
+        client.newcomers = {}
+        for successor in client.successors:
+            successor.heard_at = state.now
+    members = [c for c in state.clients.values() if c.role in ("rollout", "trainer") and not c.is_fenced]
+    state.members_at_restart = {(c.name, c.instance) for c in members}
+    state.last_trainer = next((c.name for c in members if c.role == "trainer"), "")
 
 
 # --- joining ---
@@ -127,7 +158,8 @@ def join(state: State, event: Event, request: m.Hello) -> ClientRecord:
                 touch(state, client, event.to.peer)
             return client
     _check_place_is_free(state, event.sender, request)
-    _make_room(state, known, request.role)
+    if known is None:
+        _make_room(state, request.role, event.key)
     epoch, state.meta.next_epoch = state.meta.next_epoch, state.meta.next_epoch + 1
     client = ClientRecord(
         name=event.sender, role=request.role, epoch=epoch, instance=request.instance, key=event.key, settings=request.settings
@@ -187,15 +219,21 @@ def _check_place_is_free(state: State, name: str, request: m.Hello) -> None:
         raise SlimebusError(text, code="name_in_doubt", retryable=True)
 
 
-def _make_room(state: State, known: ClientRecord | None, role: str) -> None:
-    """Of more names than there may be, those that are gone are forgotten first. Raises SlimebusError `busy` when all are alive."""
+def _make_room(state: State, role: str, key: str) -> None:
+    """Of more names than there may be, those that are gone are forgotten first. Raises SlimebusError `busy` when all are alive.
+
+    The last places are not for a key that has most of the others: its holder keeps nobody else out.
+    """
     most = state.rules.max_clients + (TRAINER_PLACES if role == "trainer" else 0)
-    if known is not None or len(state.clients) < most:
+    shared = most - most // LAST_SHARE if key and role != "trainer" else most
+    if len(state.clients) < shared:
         return
     for client in [c for c in state.clients.values() if c.is_gone]:
         _forget(state, client)
-    if len(state.clients) >= most:
-        raise state.busy("max_clients", f"{len(state.clients)} processes have joined")
+    mine = sum(client.key == key for client in state.clients.values()) if key else 0
+    if len(state.clients) >= most or (len(state.clients) >= shared and 2 * mine > shared):
+        whose = f", {mine} with the key {key!r}" if key else ""
+        raise state.busy("max_clients", f"{len(state.clients)} processes have joined{whose}")
 
 
 def _save_record(state: State, client: ClientRecord) -> None:
@@ -209,9 +247,10 @@ def _add_client(state: State, client: ClientRecord) -> None:
     _save_record(state, client)
     if client.role != "client":
         state.had_members = True
-        state.pace.num_joined += client.role != "consumer"
+        state.num_joined += client.role != "consumer"
         if client.role == "trainer":
-            state.pace.trainer, state.pace.trainer_left_at, state.pace.has_stepped = client.name, None, False
+            state.last_trainer, state.trainer_left_at = client.name, math.inf
+            state.num_trainers_joined += 1
         state.note(f"{client.title} joined (epoch {client.epoch})")
         for difference in differences(state, client):
             state.note(difference, is_warning=True)
@@ -330,8 +369,8 @@ def _forget(state: State, client: ClientRecord) -> None:
     _cancel_waiting_requests(state, client)
     state.timers.cancel(("client", client.name))
     _save_record(state, client)
-    if client.name == state.pace.trainer:
-        state.pace.trainer_left_at = state.now
+    if client.name == state.last_trainer:
+        state.trainer_left_at = state.now
 
 
 # --- questions ---
@@ -372,6 +411,37 @@ def note_end_told(client: ClientRecord, request: int, *, is_finished: bool) -> N
     client.told_in = (client.told_in or request) if is_finished else 0
 
 
+# --- what a client says of itself, and what it has to do ---
+
+
+def take_report(client: ClientRecord, beat: m.Heartbeat) -> None:
+    """How a client is and what its engines do, cut to what every status may hold of it."""
+    client.state = one_line(beat.state[:64])
+    metrics = itertools.islice(((name, value) for name, value in beat.metrics.items() if len(name) <= MAX_NAME_CHARS), MAX_METRICS)
+    client.metrics = {name: value for name, value in metrics if abs(value) <= MAX_METRIC}
+    client.engines = [msgspec.structs.replace(one, **_bounded(one)) for one in beat.engines]
+    client.blocked_s, client.blocked_at = beat.blocked_s, one_line(beat.blocked_at[-MAX_PLACE_CHARS:])
+
+
+def _bounded(engine: m.EngineReport) -> dict[str, str]:
+    return {name: one_line(getattr(engine, name)[:MAX_ENGINE_CHARS]) for name in ("url", "model", "state")}
+
+
+def order(client: ClientRecord, request: m.Command) -> None:
+    """A worker has to do something."""
+    client.commands = {**client.commands, request.key: request}
+
+
+def record_outcomes(client: ClientRecord, outcomes: dict[str, m.CommandReply]) -> list[m.Command]:
+    """What became of commands; those that the worker is still to be told of, or is at."""
+    if outcomes:
+        for one in outcomes.values():
+            one.text, one.worker = one_line(one.text), one_line(one.worker)
+        client.outcomes = dict(list({**client.outcomes, **outcomes}.items())[-MAX_COMMANDS:])
+        client.commands = {key: request for key, request in client.commands.items() if key not in outcomes}
+    return list(client.commands.values())
+
+
 # --- settings that the processes of a run agree on ---
 
 
@@ -398,7 +468,7 @@ def differences(state: State, client: ClientRecord) -> list[str]:
         f"{key}: {client.name} has {value}, the run has {ours[key]}; {_describe_value_in_force(key, client)}"
         for key, value in differing.items()
     ]
-    return [*found, *_other_models(state, client)]
+    return [one_line(sentence) for sentence in (*found, *_other_models(state, client))]
 
 
 def _describe_value_in_force(key: str, client: ClientRecord) -> str:
@@ -407,7 +477,7 @@ def _describe_value_in_force(key: str, client: ClientRecord) -> str:
 
 def _other_models(state: State, client: ClientRecord) -> Iterator[str]:
     """Between the trainer and each worker: the broker itself has no model."""
-    mine, trainer = client.settings.get(MODEL), state.clients.get(state.pace.trainer)
+    mine, trainer = client.settings.get(MODEL), state.clients.get(state.last_trainer)
     for other in state.clients.values() if client.role == "trainer" else [trainer] if trainer else []:  # thousands of workers may join
         theirs = other.settings.get(MODEL)
         is_peer = {client.role, other.role} == {"trainer", "rollout"} and not other.is_gone and not other.is_fenced

@@ -14,14 +14,13 @@ from typing import IO
 
 from slimebus.bus.errors import ConfigError, DataError, HookError
 from slimebus.config.convert import nearest
-from slimebus.config.dynamic_filter import is_reward_spread
 from slimebus.config.engine_plan import engine_specs
 from slimebus.config.flags import trainer_command, trainer_options
 from slimebus.config.load import Resolved
 from slimebus.config.model_folder import context_length, read_config, tokenizer_differences, vocabulary_problems, weights_problems
+from slimebus.config.schema import is_reward_spread
 from slimebus.hooks import hooks
-from slimebus.prompts.prompt_files import FileSpec, parse
-from slimebus.prompts.prompt_parquet import check_columns
+from slimebus.prompts.prompt_files import FileSpec, check_columns, parse
 from slimebus.prompts.prompt_record import BYTE_ORDER_MARK, LineReader, PromptKeys
 from slimebus.prompts.verifiers_tasks import is_tasks, load
 

@@ -11,9 +11,8 @@ import click
 import msgspec
 
 from slimebus.bus.errors import UsageError
-from slimebus.config.fields import sections
 from slimebus.config.load import Resolved, resolve
-from slimebus.config.schema import flag_of, paths
+from slimebus.config.schema import flag_of, paths, sections
 
 META = "slimebus.flags"
 SIMILAR = 0.8

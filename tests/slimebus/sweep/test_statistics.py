@@ -1,7 +1,6 @@
 import pytest
 
-from slimebus.sweep.results import Point, RunResult
-from slimebus.sweep.statistics import conclusion, detectable, estimate, p_worse, score_of, speed_of
+from slimebus.sweep.results import Point, RunResult, conclusion, detectable, estimate, p_worse, score_of, speed_of
 
 ETA = "broker.max_staleness"
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,33 +44,22 @@ def values(seed: int, changed: int = NUM_TENSORS) -> dict[str, np.ndarray]:
 class Host:
     """A publisher, and workers of one host that pull from it."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.store = root, VersionStore(lineage="one")
-        self.server = WeightServer(self.store)
-        self._opened: list[Any] = [self.server]
+    def __init__(self, root: Path, closing: Any) -> None:
+        self.root, self.closing, self.store = root, closing, VersionStore(lineage="one")
+        self.server = closing(WeightServer(self.store))
 
     def sharing(self) -> HostPullSharing:
         """Another worker's part in it."""
-        folder = SharedFolder(self.root)
-        self._opened.append(folder)
-        return HostPullSharing(folder, self.server.endpoint)
+        return HostPullSharing(self.closing(SharedFolder(self.root)), self.server.endpoint)
 
     def join(self, **options: Any) -> WeightPuller:
         """The puller of another worker."""
-        puller = WeightPuller([self.server.endpoint], host=self.sharing(), **options)
-        self._opened.append(puller)
-        return puller
-
-    def close(self) -> None:
-        for opened in reversed(self._opened):
-            opened.close()
+        return self.closing(WeightPuller([self.server.endpoint], host=self.sharing(), **options))
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    made = Host(tmp_path)
-    yield made
-    made.close()
+def host(tmp_path: Path, closing: Any) -> Host:
+    return Host(tmp_path, closing)
 
 
 def test_workers_that_pull_at_once_load_the_publisher_with_one_copy(host: Host) -> None:
@@ -186,14 +175,11 @@ def test_all_parts_together_must_have_room(host: Host, monkeypatch: pytest.Monke
     other = VersionStore(lineage=host.store.lineage)
     host.store.publish({name: tensor for name, tensor in parts.items() if name < "t20"})
     other.publish({name: tensor for name, tensor in parts.items() if name >= "t20"})
-    second, folder = WeightServer(other), SharedFolder(host.root)
-    puller = WeightPuller([host.server.endpoint, second.endpoint], host=HostPullSharing(folder, "two"))
+    puller = host.closing(WeightPuller([host.server.endpoint, host.closing(WeightServer(other)).endpoint], host=host.sharing()))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SIZE - 1))
     with pytest.raises(WeightsError, match=f"no room for {SIZE} bytes"):
         puller.pull(deadline_s=30)
     assert puller.counts["received_bytes"] == 0
-    for closable in (puller, second, folder):
-        closable.close()
 
 
 def test_a_worker_that_waits_too_long_says_for_whom(host: Host) -> None:
@@ -259,14 +245,13 @@ def test_memory_that_is_full_ends_the_pull_and_nothing_half_written_stays(host: 
     assert not list(host.root.glob("slimebus-pull-*"))
 
 
-def test_a_directory_of_deltas_is_read_once_on_a_host(tmp_path: Path) -> None:
+def test_a_directory_of_deltas_is_read_once_on_a_host(tmp_path: Path, closing: Any) -> None:
     store = VersionStore(lineage="one")
     chain = DiskChain(tmp_path / "chain", "one")
     newest = store.publish(values(1))
     chain.write(store)
     chain.announce(newest.version, newest.digest)
-    folders = [SharedFolder(tmp_path) for _ in range(2)]
-    pullers = [DiskPuller(chain.folder, host=HostPullSharing(folder, "chain")) for folder in folders]
+    pullers = [DiskPuller(chain.folder, host=HostPullSharing(closing(SharedFolder(tmp_path)), "chain")) for _ in range(2)]
     have = [puller.pull(deadline_s=30) for puller in pullers]
     for seed in (2, 3):
         newest = store.publish(values(seed))
@@ -276,8 +261,6 @@ def test_a_directory_of_deltas_is_read_once_on_a_host(tmp_path: Path) -> None:
     assert {weights.digest for weights in newer} == {newest.digest}
     assert pullers[1].counts["received_bytes"] == 0
     assert pullers[1].counts["neighbour_bytes"] == 2 * SIZE
-    for folder in folders:
-        folder.close()
 
 
 def test_the_lock_goes_to_one_and_then_to_the_next(tmp_path: Path) -> None:
