@@ -16,7 +16,7 @@ from broker.machine import Machine
 from broker.simulate.engine import SimulatedEngine, SimulatedGroup
 from broker.simulate.timeline import Timeline
 from broker.simulate.workload import Workload
-from broker.state.effects import Address, Event, Notify, Reply
+from broker.state.effects import Address, Event, Reply
 from broker.state.prompt_source import Prompt, PromptSource
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError
@@ -100,8 +100,6 @@ class SimulatedRun:
         self.is_training = self.is_over = False
         self._waits_since = 0.0
         self.made: dict[str, SimulatedGroup] = {}
-        self.begun: dict[str, SimulatedGroup] = {}
-        """Groups that were recalled, until somebody continues them."""
         self.idle_s = self.tokens = self.wasted = self.sampled = 0.0
         self.busy_s, self._num_busy, self._counted_at = 0.0, 0, 0.0
         self.lag_tokens: defaultdict[int, float] = defaultdict(float)
@@ -147,8 +145,6 @@ class SimulatedRun:
             for effect in self.machine.apply(burst, BROKER_NOW):
                 if isinstance(effect, Reply):
                     self._answer(effect)
-                elif isinstance(effect, Notify) and self.workload.over_sampling:
-                    self._compare_leases()
 
     def _answer(self, reply: Reply) -> None:
         if isinstance(reply.message, m.Error):
@@ -190,16 +186,16 @@ class SimulatedRun:
         self.is_training = True
         self._count(0)
         self.idle_s += self.timeline.now - self._waits_since
-        tokens = before = 0.0
+        tokens = 0.0
         for group in batch.groups:
             made = self.made.pop(group.group)
-            tokens, before = tokens + made.tokens, before + made.before
+            tokens += made.tokens
             for version, count in made.runs.items():
                 self.lag_tokens[batch.version - version] += count
             for version, samples in made.oldest.items():
                 self.lag_samples[batch.version - version] += samples
         self.tokens += tokens
-        self.timeline.after_work(self.workload.train_seconds(tokens + before) + self.workload.publish_s, self._trained)
+        self.timeline.after_work(self.workload.train_seconds(tokens) + self.workload.publish_s, self._trained)
 
     def _count(self, busy: int) -> None:
         """Count the time of workers until now; so many more of them are busy from now on; share the cores anew."""
@@ -253,20 +249,17 @@ class SimulatedRun:
 
     def _send_lease(self, worker: SimulatedWorker, want: int) -> None:
         self._asking[worker.name] = worker
-        lease = m.Lease(want=want, wait_s=WAIT_S, lineage=LINEAGE, serving=self.serving, takes_partials=True)
+        lease = m.Lease(want=want, wait_s=WAIT_S, lineage=LINEAGE, serving=self.serving)
         self._ask(worker.name, lease, lambda reply: self._leased(worker, reply))
 
     def _leased(self, worker: SimulatedWorker, reply: m.LeaseReply) -> None:
         worker.is_asking = False
         self._asking.pop(worker.name, None)
-        if self._unasked and not reply.finished:
+        if self._unasked:
             other = self._unasked.popleft()
             self._send_lease(other, other.room(self.workload))
         for leased in reply.groups:
-            begun = self.begun.pop(leased.group, None)
-            if begun is not None and leased.partial_frames == 0:
-                self.wasted, begun = self.wasted + begun.before + begun.tokens, None
-            group = SimulatedGroup(leased.group, leased.lease, leased.num_samples, is_evaluated=leased.kind == "eval", begun=begun)
+            group = SimulatedGroup(leased.group, leased.lease, leased.num_samples, is_evaluated=leased.kind == "eval")
             worker.groups[leased.lease] = group
             worker.engine.begin(group, self.serving, self.timeline.worked)
         self._look_at_engine(worker)
@@ -291,44 +284,18 @@ class SimulatedRun:
         self._look_at_engine(worker)
 
     def _put(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
-        if worker.groups.pop(group.lease, None) is None:
-            return
+        del worker.groups[group.lease]
         put, samples = m.Put(group=group.id, lease=group.lease, lineage=LINEAGE), 1 if group.is_evaluated else self.workload.samples
-        self._ask(worker.name, put, lambda reply: self._was_put(group, reply), self._bulk(tuple(sorted(group.runs)), samples))
+        self._ask(worker.name, put, lambda _: self._was_put(group), self._bulk(tuple(sorted(group.runs)), samples))
         self._lease(worker)
 
-    def _was_put(self, group: SimulatedGroup, reply: m.PutReply) -> None:
+    def _was_put(self, group: SimulatedGroup) -> None:
         if group.is_evaluated:
             return
         self.sampled += group.tokens
-        lost = group if reply.result == "discarded" else self.made.get(group.id)  # it was too stale, and its prompt was sampled again
-        self.wasted += lost.tokens if lost is not None else 0.0
-        if lost is not group:
-            self.made[group.id] = group
-
-    def _compare_leases(self) -> None:
-        """Workers with groups tell the broker of them, and learn which it wants no more, or back."""
-        for worker in self.workers:
-            if worker.groups:
-                beat = m.Heartbeat(state="serving", lineage=LINEAGE, serving=self.serving, leases=list(worker.groups))
-                self._ask(worker.name, beat, lambda reply, worker=worker: self._compared(worker, reply))  # type: ignore[misc]
-
-    def _compared(self, worker: SimulatedWorker, reply: m.HeartbeatReply) -> None:
-        ended = (worker.groups.get(lease) for lease in (*reply.lost, *reply.surplus, *reply.recalled))
-        unfinished = [group for group in ended if group is not None and group.open]
-        for group in unfinished:
-            del worker.groups[group.lease]
-            worker.engine.take_out(group, self.timeline.worked)
-            self.sampled += group.tokens
-            if group.lease in reply.recalled:
-                self.begun[group.id] = group
-                back = m.GiveBack(group=group.id, lease=group.lease, outcome="partial", reason="recalled", lineage=LINEAGE)
-                self._ask(worker.name, back, bulk=self._bulk(tuple(sorted(group.runs)), self.workload.samples))
-            else:
-                self.wasted += group.tokens + group.before
-        if unfinished:
-            self._look_at_engine(worker)
-            self._lease(worker)
+        if group.id in self.made:  # it was too stale, and its prompt was sampled again
+            self.wasted += self.made[group.id].tokens
+        self.made[group.id] = group
 
     def _bulk(self, versions: tuple[int, ...], samples: int) -> list[bytes]:
         """Samples of one token for each version: the machine asks for no more than these, and how many there are is kept here."""

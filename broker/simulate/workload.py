@@ -21,8 +21,6 @@ LONGEST, MOST_SIGMA = 1e9, 10.0
 """Tokens of a sample, and deviation of the logarithm of lengths, at most."""
 MOST_SAMPLES, WORKER_SAMPLES = 20_000_000, 100
 """What is played at most, and how many samples a worker costs as much as."""
-MOST_OVER_SAMPLED = 16
-"""Batches that may be started for each step."""
 
 
 class Workload(Checked, frozen=True):
@@ -41,10 +39,6 @@ class Workload(Checked, frozen=True):
     """[versions] The bound; inf for none."""
     publish_interval: Positive = 1
     """[steps] A version."""
-    over_sampling: Natural = 0
-    """[groups] Started for each step; 0: as many as are trained."""
-    partial_rollouts: Annotated[int, Meta(ge=0, le=1)] = 0
-    """[0 or 1] With over_sampling: continue groups that a batch leaves behind too old, instead of sampling them anew."""
     eval_interval: Natural = 0
     """[versions] Between evaluations, which the same workers make; 0: none."""
     eval_samples: Natural = 0
@@ -82,10 +76,7 @@ class Workload(Checked, frozen=True):
         super().__post_init__()
         if not self.lengths or list(self.lengths) != sorted(self.lengths) or not 1 <= self.lengths[0] <= self.lengths[-1] <= LONGEST:
             raise ConfigError(f"lengths {self.lengths[:5]}; expected rising quantiles of 1 to {LONGEST:g} tokens")
-        most = MOST_OVER_SAMPLED * self.batch
-        if self.over_sampling and not self.batch <= self.over_sampling <= most:
-            raise ConfigError(f"over_sampling is {self.over_sampling}; expected 0, or from the batch of {self.batch} groups to {most}")
-        sampled = self.samples * max(self.batch, self.over_sampling)
+        sampled = self.samples * self.batch
         evaluated = self.eval_samples / self.eval_interval if self.eval_interval else 0.0
         if self.workers * WORKER_SAMPLES > MOST_SAMPLES:
             raise ConfigError(f"workers is {self.workers}; expected 1 to {MOST_SAMPLES // WORKER_SAMPLES}")
@@ -100,8 +91,6 @@ class Workload(Checked, frozen=True):
             samples_per_prompt=self.samples,
             max_staleness=self.max_staleness,
             publish_interval=self.publish_interval,
-            over_sampling=self.over_sampling,
-            masks_offpolicy=bool(self.partial_rollouts),
             eval_interval=self.eval_interval if self.eval_samples else 0,
             eval_datasets={"heldout": EvalDataset(num_prompts=self.eval_samples)} if self.eval_interval and self.eval_samples else {},
             num_steps=self.steps,

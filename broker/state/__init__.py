@@ -8,7 +8,7 @@ broker_state.py  the state that the functions share    records.py     what is st
 effects.py       what goes in and what comes out       groups.py      the groups in play, and what changes of one
 clients.py       joining, epochs, fencing, settings    transitions.py what becomes of a group    lease_table.py  until when
 heartbeats.py    which leases live on; commands        prompts.py     where the next prompt comes from; prompts that clients push
-admission.py     when a worker may start a group       leases.py      lease, put, give back, expiry    partials.py  unfinished groups
+admission.py     when a worker may start a group       leases.py      lease, put, give back, expiry; unfinished groups
 staleness.py     what is too old                       choice.py      the groups of a batch            batches.py   batch, fetch, commit
 timeline.py      resume, publish                       ending.py      how a run ends                   evaluation.py  held-out scores
 consumers.py     services that read the groups         settings.py    what may change meanwhile        edits.py     drop, replay, import

@@ -9,11 +9,11 @@ from collections import deque
 
 import msgspec
 
-from broker.state import admission, evaluation, partials, prompts, staleness, transitions
+from broker.state import admission, evaluation, prompts, staleness, transitions
 from broker.state.broker_state import FILTERED, State
 from broker.state.clients import end_lease, is_present, set_serving
-from broker.state.effects import Address, EvalPrompt, Event, StoredPrompt
-from broker.state.groups import EVAL, LEASED, TRAIN, Group, LeaseRecord, version_range
+from broker.state.effects import Address, EvalPrompt, Event, StoredPayload, StoredPrompt
+from broker.state.groups import EVAL, LEASED, TRAIN, Group, LeaseRecord, Partial, version_range
 from broker.state.records import Client
 from broker.state.rules import Sampling
 from broker.state.waiting import Kind, Waiting
@@ -163,8 +163,8 @@ def _grant(state: State, group: Group, waiting: Waiting[Lease]) -> None:
     client = state.clients[waiting.client]
     made_by = (client.lineage, client.serving) if waiting.message.needs_weights else ("", NO_VERSION)
     lease = LeaseRecord(next_number(state), client.name, waiting.to.request, *made_by, state.rules.samples_per_prompt)
-    state.groups.lease(group, lease)
-    partials.offer(state, group, is_wanted=waiting.message.takes_partials)
+    state.groups.set_lease(group, lease)
+    _offer_partial(state, group, is_wanted=waiting.message.takes_partials)
     transitions.apply_transition(state, group, "leased")
     state.leases.grant(group, state.now, state.now + state.rules.lease_s)
 
@@ -177,7 +177,7 @@ def next_number(state: State) -> int:
 
 def _answer(state: State, to: Address, groups: list[Group]) -> None:
     records = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
-    begun = [frame for g in groups for frame in partials.frames(g)]
+    begun = [frame for g in groups for frame in _partial_frames(g)]
     state.reply(to, LeaseReply(groups=[_leased(state, g) for g in groups]), [*records, *begun])
 
 
@@ -279,7 +279,7 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     """Take samples in; why they are not kept, or nothing."""
     samples = made.samples
     good = [s for s in samples if not s.has_failed]
-    state.groups.note_put(group)
+    state.groups.mark_put(group)
     if group.kind == EVAL:
         evaluation.score(state, group, made)
         return ""
@@ -288,7 +288,7 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     if wasted := sum(made.table.num_tokens) - sum(s.num_tokens for s in good):
         state.count_waste("failed samples", 0, wasted)
     if state.stateful is not None:
-        state.groups.note_rewards(group, [s.reward for s in samples])
+        state.groups.record_rewards(group, [s.reward for s in samples])
     if not good:
         transitions.apply_transition(state, group, "failed", "every sample failed")
         return "every sample failed"
@@ -301,8 +301,8 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
         _drop_filtered(state, group, NO_SPREAD)
         return NO_SPREAD
     state.meta.filtered_in_a_row = 0
-    state.leases.note_put(group, state.now)
-    partials.used(state, group)
+    state.leases.record_put(group, state.now)
+    _used_partial(state, group)
     transitions.apply_transition(state, group, "put")
     state.make_readable(group)
     if staleness.is_stale(state, group, state.next_unassigned):
@@ -341,10 +341,10 @@ def give_back(state: State, event: Event, back: GiveBack) -> None:
         if outcome == "partial" and (refusal := _take_partial(state, event, group, back)):
             outcome, reason = "fail", f"partial refused: {refusal}"
         if back.num_tokens:
-            state.count_waste(reason, 1, back.num_tokens)
+            state.count_waste("failed attempts" if outcome == "fail" else reason, 1, back.num_tokens)  # each has words of its own
         if state.stateful is not None and outcome in ("drop", "fail"):
             rewards = [r if r is not None and math.isfinite(r) else None for r in back.rewards[:MAX_REWARDS]]
-            state.groups.note_rewards(group, rewards)
+            state.groups.record_rewards(group, rewards)
         if outcome == "drop" and group.kind != EVAL:
             _drop_filtered(state, group, reason)
         else:
@@ -360,5 +360,52 @@ def _take_partial(state: State, event: Event, group: Group, back: GiveBack) -> s
         state.note(f"partial of group {group.id} by {group.lease.worker}: {bad.text}", is_warning=True)
         return bad.text
     if group.kind != EVAL and back.lineage == group.lease.lineage:
-        partials.keep(state, group, made)
+        _keep_partial(state, group, made)
     return ""
+
+
+# --- partials: what a worker had made of a group when it left, was out of time or was asked for it, kept for its next worker ---
+#
+# A partial is a group's samples, some finished and some cut off, in the frames of a put. It lives beside the prompt from the give-back
+# until samples of the group are accepted, the group ends, or it can no longer be trained: then its tokens are wasted.
+
+
+def _keep_partial(state: State, group: Group, made: CheckedGroup) -> None:
+    """Store what a worker made of a group it holds, in place of an older partial."""
+    oldest, newest = version_range(made.samples)
+    behind = state.steps_behind(newest) if newest != NO_VERSION else 0
+    state.groups.keep_partial(group, Partial(len(made.frames), sum(made.table.num_tokens), oldest, newest, behind))
+    state.save("partials", group.id, made.frames)
+    state.tally(state.meta.counted, "partials kept")
+
+
+def _offer_partial(state: State, group: Group, *, is_wanted: bool) -> None:
+    """Before a lease: let go of a partial that its taker cannot continue, or that would be too stale when it is trained."""
+    oldest = group.partial.oldest_version
+    if not is_wanted:
+        state.waste_partial(group, "partial for a worker that continues none")
+    elif (
+        oldest != NO_VERSION
+        and not state.rules.masks_offpolicy
+        and state.version_of(admission.step_of_next(state)) - oldest > state.rules.max_staleness
+    ):
+        state.waste_partial(group, "partial grew too stale")
+
+
+def _partial_frames(group: Group) -> list[StoredPayload]:
+    """The bulk part of a lease reply that carries the partial of a group; empty when it has none."""
+    return [StoredPayload(group.id, group.partial.num_frames, table="partials")] if group.partial.num_frames else []
+
+
+def _used_partial(state: State, group: Group) -> None:
+    """Samples of the group were accepted: they hold what the partial had."""
+    if group.partial.num_frames:
+        state.tally(state.meta.counted, "partials continued")
+        state.delete_partial(group)
+
+
+def rewind_partials(state: State, step: int, version: int) -> None:
+    """Let go of every partial with tokens of a version that the new timeline never had: newer, or of its number and trained further."""
+    for group in state.groups.by_id.values():
+        if group.partial.newest_version > version or group.partial.steps_behind > step:
+            state.waste_partial(group, "partial of the abandoned timeline")

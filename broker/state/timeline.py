@@ -6,7 +6,7 @@ back to that moment: steps before it are trained, samples that only the abandone
 
 from collections.abc import Sequence
 
-from broker.state import batches, ending, evaluation, leases, partials, prompts, settings, transitions
+from broker.state import batches, ending, evaluation, leases, prompts, settings, transitions
 from broker.state.broker_state import State
 from broker.state.clients import fence_older_trainers
 from broker.state.effects import Event
@@ -75,7 +75,7 @@ def _begin(state: State, ask: Resume, shared: int) -> None:
         prompts.begin_anew(state)
     _rewind(state, shared, ask.version)
     _revoke_leases(state)
-    partials.rewind(state, shared, ask.version)
+    leases.rewind_partials(state, shared, ask.version)
     evaluation.cancel_running(state, f"the trainer {'resumed from an earlier step' if shared < was_at else 'started again'}")
     meta.lineage, meta.version, meta.publishers, meta.digest = ask.lineage, NO_VERSION, [], ""
     meta.base_step, meta.base_version = ask.step, ask.version

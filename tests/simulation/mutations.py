@@ -10,7 +10,7 @@ from simulation import broker_process
 
 from broker import suspend_tolerant_clock
 from broker.machine import Machine
-from broker.state import admission, batches, clients, ending, leases, partials, prompts, staleness, timeline, transitions
+from broker.state import admission, batches, clients, ending, leases, prompts, staleness, timeline, transitions
 from broker.state.broker_state import State
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
 from broker.state.waiting import WaitingRequests
@@ -142,7 +142,7 @@ MUTATIONS: dict[str, Patch] = {
         "refusal_for",
         lambda state, client, needs_weights: admission.unready_weights(state, client),
     ),
-    "a rewind keeps partials of abandoned versions": (partials, "rewind", lambda state, step, version: None),
+    "a rewind keeps partials of abandoned versions": (leases, "rewind_partials", lambda state, step, version: None),
     "a recall has no deadline": (staleness, "recall", _recall_without_deadline),
     "partials are never deleted": (State, "delete", _keep_partials),
     "a put needs no lease": (

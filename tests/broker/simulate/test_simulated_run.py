@@ -70,15 +70,6 @@ def test_evaluations_take_the_time_of_workers_and_no_step() -> None:
     assert max(found.lag_tokens) <= 8
 
 
-def test_recalled_groups_are_continued_where_others_are_begun_anew() -> None:
-    tail = {"lengths": lognormal_lengths(100, 1.2, 3000), "groups_per_worker": 32, "over_sampling": 24, "max_staleness": 0, "step_s": 0.1}
-    anew, continued = play(**tail), play(**tail, partial_rollouts=1)
-    assert anew.wasted_tokens > 0.1
-    assert continued.wasted_tokens < 0.01
-    assert continued.steps_per_s > 1.1 * anew.steps_per_s
-    assert set(continued.lag_tokens) == {0}
-
-
 def test_ten_thousand_workers_are_played() -> None:
     found = play(steps=5, workers=10_000, batch=128, max_staleness=2, step_s=1.0)
     assert found.worker_idle > 0.9

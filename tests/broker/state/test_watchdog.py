@@ -9,12 +9,13 @@ from broker.state.rules import EvalDataset
 from slimebus.bus import messages as m
 
 STEP_S = 20.0
+PATIENT = {"max_staleness": 4, "client_timeout_s": 1000.0, "lease_s": 1000.0, "stall_min_s": 10.0}
 
 
 @pytest.fixture
 def running(new_desk: Any) -> Any:
     """A run that has trained a step each 20 s, whose trainer now waits for batch 5: limit 80 s."""
-    return trained(new_desk(max_staleness=4, client_timeout_s=1000.0, lease_s=1000.0, stall_min_s=10.0))
+    return trained(new_desk(**PATIENT))
 
 
 def trained(desk: Any, steps: int = 5) -> Any:
@@ -66,23 +67,21 @@ def test_a_run_that_steps_at_its_pace_is_never_stalled(running: Any) -> None:
         assert running.status["stalled"] is None
 
 
-def test_the_limit_is_learned_from_the_run(running: Any) -> None:
-    assert running.status["stall_limit_s"] == pytest.approx(4 * STEP_S)
-    ask_batch(running, 5)
-    wait(running, 4 * STEP_S - 1)
-    assert running.status["stalled"] is None
-    wait(running, 2)
-    assert stalled(running)["limit_s"] == pytest.approx(4 * STEP_S)
-
-
-def test_the_limit_has_a_floor(new_desk: Any) -> None:
-    desk = new_desk(stall_min_s=300.0, client_timeout_s=1000.0)
-    trained(desk)
+@pytest.mark.parametrize(
+    ("stall_min_s", "restarts", "limit_s"), [(10.0, False, 4 * STEP_S), (10.0, True, 4 * STEP_S), (300.0, False, 300.0)]
+)
+def test_the_limit_is_learned_from_the_run_has_a_floor_and_outlives_the_broker(
+    new_desk: Any, stall_min_s: float, restarts: bool, limit_s: float
+) -> None:
+    desk = trained(new_desk(**(PATIENT | {"stall_min_s": stall_min_s})))
+    if restarts:
+        desk.restart()
+    assert desk.status["stall_limit_s"] == pytest.approx(limit_s)
     ask_batch(desk, 5)
-    wait(desk, 290)
+    wait(desk, limit_s - 1)
     assert desk.status["stalled"] is None
-    wait(desk, 20)
-    assert stalled(desk)["limit_s"] == 300.0
+    wait(desk, 2)
+    assert stalled(desk)["limit_s"] == pytest.approx(limit_s)
 
 
 def test_one_long_stop_does_not_blunt_the_watch_and_a_slower_run_is_learned(running: Any) -> None:
@@ -200,16 +199,6 @@ def test_a_finished_run_is_stalled_while_somebody_does_not_leave(new_desk: Any) 
     desk.ask("w", m.Goodbye())
     desk.pass_time(500.0)
     assert desk.status["stalled"] is None
-
-
-def test_a_restarted_broker_knows_the_pace(running: Any) -> None:
-    running.restart()
-    assert running.status["stall_limit_s"] == pytest.approx(4 * STEP_S)
-    ask_batch(running, 5)
-    wait(running, 4 * STEP_S - 1)
-    assert running.status["stalled"] is None
-    wait(running, 2)
-    assert stalled(running)
 
 
 def test_a_trainer_that_starts_again_gets_the_time_of_a_first_step(new_desk: Any) -> None:

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from slimebus.bus.errors import ConfigError
 from slimebus.bus.samples import Sample
-from slimebus.config import RunConfig
-from slimebus.config.schema import AlgorithmConfig, BrokerConfig, OptimizerConfig, TrainerConfig
+from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from trainer.batches.batch import Group
 from trainer.checkpoint.load import load_checkpoint
 from trainer.critic.critic import Critic, explained_variance
@@ -19,25 +18,14 @@ PPO = AlgorithmConfig(advantage_estimator="ppo", settings={"gamma": 1.0, "lambd"
 
 
 @pytest.fixture
-def build_critic():
+def build_critic(build_policy):
     """Builds a critic on a model directory; the one before is closed first."""
-    built = []
 
     def build(folder, algorithm=PPO, dtype="float32", lr=1e-3, required_fields=("values",)):
-        while built:
-            built.pop().close()
-        config = RunConfig(
-            broker=BrokerConfig(required_fields=list(required_fields)),
-            algorithm=algorithm,
-            optimizer=OptimizerConfig(lr=lr),
-            trainer=TrainerConfig(max_tokens_per_gpu=256, params_dtype=dtype),
-        )
-        built.append(Critic.build(config, str(folder)))
-        return built[0]
+        given = {"algorithm": algorithm, "dtype": dtype, "required_fields": required_fields, "max_tokens_per_gpu": 256}
+        return build_policy(folder, optimizer=OptimizerConfig(lr=lr), learner=Critic, **given)
 
-    yield build
-    while built:
-        built.pop().close()
+    return build
 
 
 def with_values(critic, groups):
@@ -145,19 +133,17 @@ def test_it_has_a_learning_rate_of_its_own(tied_model, build_critic):
     assert learn(build_critic(tied_model), [0])[0]["lr"] == 1e-3
 
 
-def test_an_algorithm_without_values_has_no_critic(tied_model, build_critic):
-    with pytest.raises(ConfigError, match="grpo has no critic; a critic needs ppo"):
-        build_critic(tied_model, AlgorithmConfig())
-
-
-def test_a_kl_in_the_rewards_that_the_critic_cannot_see_is_refused(tied_model, build_critic):
-    with pytest.raises(ConfigError, match=r"kl_coef: 0\.1 puts a KL in the rewards"):
-        build_critic(tied_model, replace(PPO, kl_coef=0.1))
-
-
-def test_a_trainer_that_would_not_wait_for_the_values_is_refused(tied_model, build_critic):
-    with pytest.raises(ConfigError, match="required_fields: values is not among them"):
-        build_critic(tied_model, required_fields=[])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"algorithm": AlgorithmConfig()}, "grpo has no critic; a critic needs ppo"),
+        ({"algorithm": replace(PPO, kl_coef=0.1)}, r"kl_coef: 0\.1 puts a KL in the rewards"),
+        ({"required_fields": []}, "required_fields: values is not among them"),
+    ],
+)
+def test_what_a_critic_cannot_learn_from_is_refused(given, message, tied_model, build_critic):
+    with pytest.raises(ConfigError, match=message):
+        build_critic(tied_model, **given)
 
 
 def test_explained_variance_by_hand():

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from delta_files import write_between
+from delta_files import between
+from model_files import write_model
 
 from slimebus.cli.commands.weights import weights
 from slimebus.cli.root import main
-from slimebus.weights.files import stored_weights
+from slimebus.weights.files import delta_file, stored_weights
 from slimebus.weights.files.disk_chain import DiskChain
-from slimebus.weights.host.safetensors_file import as_weights, read_model, write_model
+from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import Tensor, as_tensor
 
@@ -34,30 +35,14 @@ def model(seed: int) -> dict[str, Tensor]:
     return {name: as_tensor(name, value) for name, value in made.items()}
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> tuple[Path, Path]:
-    for name, seed in (("a", 0), ("b", 8)):
-        write_model(tmp_path / name, model(seed))
-        (tmp_path / name / "config.json").write_text("{}")
-    return tmp_path / "a", tmp_path / "b"
-
-
-def test_a_written_delta_applies_and_verifies(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    a, b = pair
-    file, out = tmp_path / "ab.delta", tmp_path / "out"
-    run("apply", a, write_between(a, b, file), out)
-    assert np.array_equal(read_model(out)[LAYERS[3]].buffer, read_model(b)[LAYERS[3]].buffer)
-    assert (out / "config.json").is_file()
-    digest = run("verify", out).stdout.split()[-1]
-    assert run("verify", b, "--digest", digest).exit_code == 0
-    assert digest in run("verify", file, "--base", a).stdout
-
-
-def test_verify_says_what_is_wrong_with_exit_code_1(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    a, b = pair
+def test_a_model_and_a_delta_file_are_verified_and_what_is_wrong_is_told_with_exit_code_1(tmp_path: Path) -> None:
+    base, target = (as_weights(model(seed), version=seed) for seed in (0, 8))
+    write_model(tmp_path / "b", model(8))
+    assert target.digest in run("verify", tmp_path / "b", "--digest", target.digest).stdout
+    assert f"the digest is {target.digest}, expected 00" in run("verify", tmp_path / "b", "--digest", "00", code=1).stderr
     file = tmp_path / "ab.delta"
-    write_between(a, b, file)
-    assert "the digest is" in run("verify", a, "--digest", "00", code=1).stderr
+    delta_file.write(file, *between(base, target))
+    assert target.digest in run("verify", file).stdout
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     assert "does not have the bytes that its manifest says" in run("verify", file, code=1).stderr
 
@@ -87,83 +72,21 @@ def test_a_path_that_holds_no_weights_says_what_was_expected(tmp_path: Path) -> 
     assert "is it a Hugging Face model directory?" in run("verify", tmp_path, code=1).stderr
 
 
-def wide(tensors: dict[str, Tensor], noise: int = 0) -> dict[str, Tensor]:
-    """The same as float32, with bits below those of bfloat16."""
-    return {
-        name: as_tensor(name, ((t.steps.astype(np.uint32) << 16) + np.uint32(noise)).view(np.float32).reshape(t.shape))
-        for name, t in tensors.items()
-    }
+def test_a_float32_model_counts_as_it_is_published(tmp_path: Path) -> None:
+    """With bits below those of bfloat16."""
+    wide = {name: ((t.steps.astype(np.uint32) << 16) + np.uint32(77)).view(np.float32).reshape(t.shape) for name, t in model(0).items()}
+    write_model(tmp_path / "a", {name: as_tensor(name, values) for name, values in wide.items()})
+    run("verify", tmp_path / "a", "--digest", as_weights(model(0)).digest)
 
 
-def test_a_delta_of_a_float32_directory_is_good_and_applies_to_it(tmp_path: Path) -> None:
-    for name, seed in (("a", 0), ("b", 8)):
-        write_model(tmp_path / name, wide(model(seed), noise=77))
-    write_between(tmp_path / "a", tmp_path / "b", tmp_path / "x.delta")
-    run("verify", tmp_path / "x.delta", "--base", tmp_path / "a")
-    run("apply", tmp_path / "a", tmp_path / "x.delta", tmp_path / "again")
-    digests = [run("verify", tmp_path / name).stdout.split()[-1] for name in ("b", "again")]
-    assert digests[0] == digests[1]
-    assert {tensor.dtype for tensor in read_model(tmp_path / "again").values()} == {"bfloat16"}
-
-
-def test_applying_again_over_what_is_there_gives_the_same_and_a_failure_leaves_it(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_read_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a, b = pair
-    delta, out = tmp_path / "x.delta", tmp_path / "out"
-    write_between(a, b, delta)
-    first = [run("apply", a, delta, out).stdout for _ in range(2)]
-    assert first[0] == first[1]
-    before = (out / "model.safetensors").read_bytes()
-
-    def fails(source: Any, target: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", fails)
-        result = CliRunner().invoke(weights, ["apply", str(a), str(delta), str(out)])
-    assert "No space left on device" in str(result.exception)
-    assert (out / "model.safetensors").read_bytes() == before
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def told(words: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of the whole command on a mistake of who named a path, with exit code 2."""
-    monkeypatch.setattr(sys, "argv", ["slimebus", "weights", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr().err
-    assert (ended.value.code, said.count("\n")) == (2, 1), said
-    return said
-
-
-def test_a_wrong_base_is_told_with_what_was_expected_and_nothing_is_begun(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a, b = pair
-    delta, digest = write_between(a, b, tmp_path / "x.delta"), run("verify", b).stdout.split()[-1]
-    old, new = (as_weights(model(seed)).hashes[LAYERS[3]] for seed in (0, 8))
-    write_model(tmp_path / "more", {**model(8), "more": model(0)[LAYERS[0]]})
-    write_model(tmp_path / "less", {name: tensor for name, tensor in model(0).items() if name != LAYERS[2]})
-    (tmp_path / "empty").mkdir()
-    expected = f"expected what it starts from, with tensor '{LAYERS[3]}' of hash {old}"
-    other = f"tensor '{LAYERS[3]}' of the base is not what the delta starts from (version 0): the base has bfloat16 64x32, hash {new}"
-    for wrong, why in {
-        b: f"the base has digest {digest}: it is already what the delta leads to; {expected}",
-        tmp_path / "more": f"{other}; expected bfloat16 64x32, hash {old}",
-        tmp_path / "less": f"tensor '{LAYERS[2]}' of the base is not what the delta starts from (version 0): the base has no such tensor",
-        tmp_path / "empty": f"{tmp_path}/empty has no .safetensors file",
-        delta: f"{delta} is a delta to version 0: it has what changed and no model",
-    }.items():
-        assert why in told(("apply", wrong, delta, tmp_path / "out"), monkeypatch, capsys)
-    assert not (tmp_path / "out").exists()
-    assert f"{tmp_path}/empty has no" in told(("verify", delta, "--base", tmp_path / "empty"), monkeypatch, capsys)
-
-
-def test_what_cannot_be_read_is_named(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(path: Path, base: None) -> None:
+    def refused(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(stored_weights, "verify", refused)
-    assert "is a directory" in told(("apply", pair[0], pair[1], "out"), monkeypatch, capsys)
-    assert told(("verify", pair[0]), monkeypatch, capsys) == f"slimebus: {pair[0]}: Permission denied\n"
+    monkeypatch.setattr(sys, "argv", ["slimebus", "weights", "verify", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"slimebus: {tmp_path}: Permission denied\n")

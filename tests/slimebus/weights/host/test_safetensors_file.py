@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slimebus.bus.errors import WeightsError
-from slimebus.weights.host.safetensors_file import as_weights, read_model, write_file, write_model
+from slimebus.weights.host.safetensors_file import as_weights, copy_config, read_model, write_file
 from slimebus.weights.tensors import Tensor, as_tensor
 
 
@@ -23,18 +23,21 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert np.array_equal(got[name].buffer, tensor.buffer)
 
 
-def test_a_written_model_reads_back_and_brings_its_config(tmp_path: Path, tensors):
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    (source / "model-00001-of-00001.safetensors").write_text("stays behind")
-    write_model(tmp_path / "out", tensors, config_from=source)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
-    assert_same(read_model(tmp_path / "out"), tensors)
-    weights = as_weights(read_model(tmp_path / "out"), version=3)
-    write_model(tmp_path / "again", weights.tensors)
-    assert_same(read_model(tmp_path / "again"), tensors)
+def test_a_written_file_reads_back_and_others_can_read_it(tmp_path: Path, tensors):
+    path = tmp_path / "model.safetensors"
+    write_file(path, tensors)
+    assert_same(read_model(tmp_path), tensors)
+    weights = as_weights(read_model(path), version=3)
     assert (weights.version, weights.size_bytes) == (3, sum(len(t.buffer) for t in tensors.values()))
+    assert oct(path.stat().st_mode & 0o777) == "0o644"
+
+
+def test_all_of_a_model_but_its_weights_is_its_config(tmp_path: Path):
+    for name in ("config.json", "model-00001-of-00001.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "out").mkdir()
+    copy_config(tmp_path, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
 
 
 def test_the_safetensors_library_agrees(tmp_path: Path, tensors):
@@ -89,19 +92,14 @@ def test_shards_without_an_index_are_one_model_when_none_is_missing(tmp_path: Pa
         read_model(tmp_path)
 
 
-def test_a_model_takes_the_place_of_a_sharded_one_and_others_can_read_it(tmp_path: Path, tensors):
-    write_model(sharded(tmp_path / "out", tensors), tensors)
-    [file] = (tmp_path / "out").iterdir()
-    assert (file.name, oct(file.stat().st_mode & 0o777)) == ("model.safetensors", "0o644")
-
-
 def test_a_reader_keeps_the_old_model_while_a_new_one_is_written(tmp_path: Path, tensors):
-    write_model(tmp_path, tensors)
+    path = tmp_path / "model.safetensors"
+    write_file(path, tensors)
     old = read_model(tmp_path)
-    write_model(tmp_path, {"other": as_tensor("other", np.ones(3, np.float32))})
+    write_file(path, {"other": as_tensor("other", np.ones(3, np.float32))})
     assert_same(old, tensors)
     assert read_model(tmp_path).keys() == {"other"}
-    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def described(*shapes: object, dtype: str = "U8", name: str = "a") -> str:

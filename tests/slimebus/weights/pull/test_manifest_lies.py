@@ -15,8 +15,6 @@ from slimebus.bus.errors import WeightsError
 from slimebus.weights.files import delta_file
 from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.messages import Manifest
-from slimebus.weights.pull.puller import WeightPuller
-from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import as_tensor, hash_bytes
 
@@ -107,12 +105,12 @@ def test_names_are_no_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lie", ["an enormous shape", "another digest", "another lineage than a name", "a payload of what has none"])
-def test_a_publisher_whose_manifest_lies_is_not_believed(closing: Any, lie: str) -> None:
+def test_a_publisher_whose_manifest_lies_is_not_believed(lie: str, puller_of: Any) -> None:
     """The check is the one of a file; here its manifest comes over the wire."""
     store = VersionStore(lineage="L")
     store.publish({"w": VALUES})
     wrong = msgspec.structs.replace(Manifest("L", 0, "", []), **{"base": -1} | lying(LIES[lie]))
-    puller = closing(WeightPuller([closing(WeightServer(changed(store, lambda manifest: wrong))).endpoint], stall_s=0.2))
+    puller = puller_of(changed(store, lambda manifest: wrong), stall_s=0.2)
     tracemalloc.start()
     with pytest.raises(WeightsError):
         puller.pull(deadline_s=0.7)

@@ -29,12 +29,12 @@ def store(model):
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_the_units_of_a_large_tensor_are_verified_by_any_number_of_threads(after, model, check, closing, monkeypatch, threads):
+def test_the_units_of_a_large_tensor_are_verified_by_any_number_of_threads(after, model, check, monkeypatch, threads, puller_of):
     monkeypatch.setattr(delta_codec, "UNIT_VALUES", 1000)
     monkeypatch.setattr(puller_module, "MIN_POOLED_BYTES", 1)
     store = VersionStore()
     store.publish(model)
-    puller = closing(WeightPuller([closing(WeightServer(store)).endpoint], threads=threads))
+    puller = puller_of(store, threads=threads)
     first = puller.pull()
     newer = after(model, 1)
     store.publish(newer)
@@ -43,9 +43,8 @@ def test_the_units_of_a_large_tensor_are_verified_by_any_number_of_threads(after
     assert puller.counts["delta_tensors"] > 0
 
 
-def test_the_stages_are_of_the_last_pull_and_lie_within_its_time(store, model, after, closing):
-    server = closing(WeightServer(store))
-    puller = closing(WeightPuller([server.endpoint]))
+def test_the_stages_are_of_the_last_pull_and_lie_within_its_time(store, model, after, puller_of):
+    puller = puller_of(store)
     first = puller.pull()
     store.publish(after(model, 1))
     started = time.perf_counter()
@@ -55,9 +54,8 @@ def test_the_stages_are_of_the_last_pull_and_lie_within_its_time(store, model, a
     assert 0 < sum(stages.values()) < took_s
 
 
-def test_first_all_then_only_what_changed(store, model, after, check, closing):
-    server = closing(WeightServer(store))
-    puller = closing(WeightPuller([server.endpoint]))
+def test_first_all_then_only_what_changed(store, model, after, check, puller_of):
+    puller = puller_of(store)
     first = puller.pull()
     check(first, model)
     assert (first.lineage, first.version, first.digest) == (store.lineage, 0, store.newest.digest)
@@ -73,9 +71,8 @@ def test_first_all_then_only_what_changed(store, model, after, check, closing):
     assert second.tensors["fixed"].buffer is first.tensors["fixed"].buffer
 
 
-def test_a_worker_far_behind_gets_one_merged_delta_and_further_behind_a_full_copy(store, model, after, check, closing):
-    server = closing(WeightServer(store))
-    puller = closing(WeightPuller([server.endpoint]))
+def test_a_worker_far_behind_gets_one_merged_delta_and_further_behind_a_full_copy(store, model, after, check, puller_of):
+    puller = puller_of(store)
     weights = puller.pull()
     for behind in (4, 6):
         for seed in range(behind):
@@ -112,7 +109,7 @@ def test_a_server_that_dies_in_the_middle_of_a_tensor_is_resumed(model, check, c
     assert puller.counts["received_bytes"] < pulled[0].size_bytes + 4 * (1 << 20)
 
 
-def test_a_full_pull_ends_although_versions_rush_by(model, after, check, closing):
+def test_a_full_pull_ends_although_versions_rush_by(model, after, check, puller_of):
     """What is verified is kept and stepped on, so each round has less to fetch."""
     store = VersionStore(keep=50)
     wide = {**model, **{f"layer{i}": np.full(20_000, i, np.uint16) for i in range(12)}}
@@ -126,8 +123,7 @@ def test_a_full_pull_ends_although_versions_rush_by(model, after, check, closing
             store.publish(newer)
         return payload
 
-    server = closing(WeightServer(changed(store, read=publish_often)))
-    puller = closing(WeightPuller([server.endpoint], chunk_bytes=40_000, credits=1))
+    puller = puller_of(changed(store, read=publish_often), chunk_bytes=40_000, credits=1)
     weights = puller.pull(deadline_s=30)
     check(weights, versions[weights.version])
     assert puller.counts["rounds"] >= 3
@@ -135,7 +131,7 @@ def test_a_full_pull_ends_although_versions_rush_by(model, after, check, closing
     assert puller.counts["delta_tensors"] > 0
 
 
-def test_wrong_bytes_are_pulled_whole_and_then_refused(store, model, after, check, closing):
+def test_wrong_bytes_are_pulled_whole_and_then_refused(store, model, after, check, puller_of):
     newer = after(model, 1)
     wrong = {"times": 1}
 
@@ -145,8 +141,7 @@ def test_wrong_bytes_are_pulled_whole_and_then_refused(store, model, after, chec
             return memoryview(bytes(len(payload)))
         return payload
 
-    server = closing(WeightServer(changed(store, read=damage)))
-    puller = closing(WeightPuller([server.endpoint]))
+    puller = puller_of(changed(store, read=damage))
     with_one = puller.pull()
     check(with_one, model)
     assert puller.counts["wrong_bytes"] == 1
@@ -162,9 +157,8 @@ def test_wrong_bytes_are_pulled_whole_and_then_refused(store, model, after, chec
     check(with_two, newer)
 
 
-def test_a_base_that_rotted_in_memory_is_noticed_after_the_apply(store, model, after, check, closing):
-    server = closing(WeightServer(store))
-    puller = closing(WeightPuller([server.endpoint]))
+def test_a_base_that_rotted_in_memory_is_noticed_after_the_apply(store, model, after, check, puller_of):
+    puller = puller_of(store)
     have = puller.pull()
     have.tensors["embed"].buffer[100] ^= 1
     newer = after(model, 1)
@@ -196,10 +190,9 @@ def test_the_deadline_names_the_server_that_does_not_answer(closing, caplog):
     assert "no word from the weight server at tcp://127.0.0.1:9" in caplog.text, "nor are two minutes spent in silence"
 
 
-def test_nothing_published_yet_is_waited_for(model, check, closing):
+def test_nothing_published_yet_is_waited_for(model, check, puller_of):
     store = VersionStore()
-    server = closing(WeightServer(store))
-    puller = closing(WeightPuller([server.endpoint]))
+    puller = puller_of(store)
     with pytest.raises(WeightsError, match="no version has been published"):
         puller.pull(deadline_s=0.2)
     threading.Timer(0.1, store.publish, (model,)).start()

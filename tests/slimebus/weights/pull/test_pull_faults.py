@@ -238,14 +238,13 @@ def naming(store: VersionStore, source: str) -> Any:
 
 
 @pytest.mark.parametrize("answer", GARBAGE.values(), ids=GARBAGE)
-def test_a_worker_that_talks_nonsense_is_gone_around(closing: Any, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+def test_a_worker_that_talks_nonsense_is_gone_around(closing: Any, monkeypatch: pytest.MonkeyPatch, answer: Any, puller_of: Any) -> None:
     monkeypatch.setattr(connection_module, "LATER_STALLS", 3)
     values = noise(0.1)
     store = VersionStore()
     store.publish({"w": values})
     source = closing(Peer(answer))
-    server = closing(WeightServer(naming(store, source.endpoint)))
-    puller = closing(WeightPuller([server.endpoint], stall_s=0.2))
+    puller = puller_of(naming(store, source.endpoint), stall_s=0.2)
     weights = puller.pull(deadline_s=15.0)
     assert np.array_equal(weights.tensors["w"].steps, values)
     assert puller.counts["bad_sources"] == 1
@@ -269,12 +268,11 @@ def test_a_publisher_that_talks_nonsense_leads_to_an_error_by_the_deadline(closi
     "address",
     ["", "nonsense", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "inproc://x", "tcp://no such host:1", "tcp://127.0.0.1:1?key=k"],
 )
-def test_an_address_that_is_none_does_not_end_the_puller(closing: Any, address: str) -> None:
+def test_an_address_that_is_none_does_not_end_the_puller(address: str, puller_of: Any) -> None:
     values = noise(0.1)
     store = VersionStore()
     store.publish({"w": values})
-    server = closing(WeightServer(naming(store, address)))
-    puller = closing(WeightPuller([server.endpoint], stall_s=0.2))
+    puller = puller_of(naming(store, address), stall_s=0.2)
     assert np.array_equal(puller.pull(deadline_s=15.0).tensors["w"].steps, values)
 
 
@@ -330,12 +328,12 @@ def test_no_more_is_asked_for_at_once_than_the_credits_allow(closing: Any, credi
     assert most[0] <= credits << 19
 
 
-def test_a_version_number_with_other_bytes_is_pulled_and_not_taken_for_the_old_one(closing: Any) -> None:
+def test_a_version_number_with_other_bytes_is_pulled_and_not_taken_for_the_old_one(puller_of: Any) -> None:
     first, second = (VersionStore(lineage="same") for _ in range(2))
     first.publish({"w": noise(0.1, 1)})
     second.publish({"w": noise(0.1, 2)})
-    have = closing(WeightPuller([closing(WeightServer(first)).endpoint])).pull(deadline_s=10.0)
-    got = closing(WeightPuller([closing(WeightServer(second)).endpoint])).pull(have, deadline_s=10.0)
+    have = puller_of(first).pull(deadline_s=10.0)
+    got = puller_of(second).pull(have, deadline_s=10.0)
     assert np.array_equal(got.tensors["w"].steps, noise(0.1, 2))
 
 

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,14 @@ class Host:
     def sharing(self) -> HostPullSharing:
         """Another worker's part in it."""
         return HostPullSharing(self.closing(SharedFolder(self.root)), self.server.endpoint)
+
+    @contextmanager
+    def pulling(self) -> Iterator[HostPullSharing]:
+        """Another worker has the lock meanwhile."""
+        other = self.sharing()
+        other.begin()
+        yield other
+        other.end()
 
     def join(self, **options: Any) -> WeightPuller:
         """The puller of another worker."""
@@ -128,16 +137,14 @@ WeightPuller([{host.server.endpoint!r}], host=host).pull(deadline_s=60)
 def test_a_worker_that_hangs_with_the_lock_is_not_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 0.3)
     published = host.store.publish(values(1))
-    hanging = host.sharing()
-    hanging.begin()
-    assert hanging.is_puller
-    waiting = host.join()
-    have = waiting.pull(deadline_s=30)
-    assert have.digest == published.digest
-    monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 1000.0)
-    newer = host.store.publish(values(2))
-    assert waiting.pull(have, deadline_s=10).digest == newer.digest, "once for all versions"
-    hanging.end()
+    with host.pulling() as hanging:
+        assert hanging.is_puller
+        waiting = host.join()
+        have = waiting.pull(deadline_s=30)
+        assert have.digest == published.digest
+        monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 1000.0)
+        newer = host.store.publish(values(2))
+        assert waiting.pull(have, deadline_s=10).digest == newer.digest, "once for all versions"
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("/etc/hostname")])
@@ -184,25 +191,20 @@ def test_all_parts_together_must_have_room(host: Host, monkeypatch: pytest.Monke
 
 def test_a_worker_that_waits_too_long_says_for_whom(host: Host) -> None:
     host.store.publish(values(1))
-    pulling = host.sharing()
-    pulling.begin()
-    with pytest.raises(WeightsError, match=rf"process {os.getpid()} on this host pulls from .*; this one waited"):
+    expected = rf"process {os.getpid()} on this host pulls from .*; this one waited"
+    with host.pulling(), pytest.raises(WeightsError, match=expected):
         host.join().pull(deadline_s=0.3)
-    pulling.end()
 
 
 def test_a_newer_version_while_a_neighbour_pulls_the_older_is_followed(host: Host) -> None:
     host.store.publish(values(1))
     old = host.join()
     old.pull(deadline_s=30)
-    pulling = host.sharing()
-    pulling.begin()
-    newest = host.store.publish(values(2))
-    puller = host.join()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(puller.pull, deadline_s=30)
-        time.sleep(0.2)
-        pulling.end()
+        with host.pulling():
+            newest = host.store.publish(values(2))
+            waiting = pool.submit(host.join().pull, deadline_s=30)
+            time.sleep(0.2)
         assert waiting.result(timeout=30).digest == newest.digest
 
 
@@ -286,12 +288,9 @@ def test_the_lock_file_of_a_worker_that_was_killed_is_removed(tmp_path: Path) ->
 
 def test_a_cancelled_pull_stops_waiting_for_the_lock(host: Host) -> None:
     host.store.publish(values(1))
-    pulling = host.sharing()
-    pulling.begin()
     puller = host.join()
     timer = threading.Timer(0.2, puller.cancel)
     timer.start()
-    with pytest.raises(WeightsError, match="cancelled"):
+    with host.pulling(), pytest.raises(WeightsError, match="cancelled"):
         puller.pull(deadline_s=30)
     timer.join()
-    pulling.end()
