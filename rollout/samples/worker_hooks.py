@@ -15,7 +15,7 @@ from rollout.samples.response import Response, Task, reward_number
 from rollout.samples.session import Session
 from slimebus.bus.errors import HookError
 from slimebus.bus.samples import Sample, decode_group, encode_group
-from slimebus.process.hooks import check_takes, text_of
+from slimebus.hooks.hooks import check_takes, text_of
 
 TEARDOWN_S = 10.0
 

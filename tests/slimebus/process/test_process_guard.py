@@ -14,7 +14,7 @@ import pytest
 from waiting import has_ended, wait_until
 
 import slimebus.process.process_guard
-from rollout.engines.sglang.process import ending
+from rollout.engines.sglang.process import describe_exit_status
 from slimebus.process.process_guard import can_hide
 
 pytestmark = pytest.mark.integration
@@ -85,7 +85,12 @@ def test_a_command_that_a_signal_killed_is_said_to_be():
     with guard:
         os.kill(server, signal.SIGKILL)
         status = guard.wait(20)
-    assert (status, ending(status), ending(2), ending(-9)) == (137, "killed by SIGKILL", "exit status 2", "killed by SIGKILL")
+    assert (status, describe_exit_status(status), describe_exit_status(2), describe_exit_status(-9)) == (
+        137,
+        "killed by SIGKILL",
+        "exit status 2",
+        "killed by SIGKILL",
+    )
 
 
 @pytest.mark.skipif(not can_hide(), reason="the kernel makes no namespaces here")
@@ -97,7 +102,7 @@ def test_a_command_sees_no_hidden_folder_and_no_other_process_and_ends_with_its_
         (tmp_path / name).mkdir()
         (tmp_path / name / "key").write_text(name)
     reads = f"cat {tmp_path}/*/key /proc/{os.getpid()}/environ; umount {tmp_path}/hidden; cat {tmp_path}/hidden/key; id -u; cat"
-    command = slimebus.process.process_guard.guarded(["sh", "-c", f"{reads}; sleep 987 & echo; wait"], [tmp_path / "hidden"])
+    command = slimebus.process.process_guard.guarded_command(["sh", "-c", f"{reads}; sleep 987 & echo; wait"], [tmp_path / "hidden"])
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
