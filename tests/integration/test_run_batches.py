@@ -69,7 +69,7 @@ def test_a_run_in_which_everything_is_filtered_ends_with_a_word(tmp_path: Path, 
 def test_a_step_of_tokens_holds_as_many_groups_as_fit(tmp_path: Path, task: Path) -> None:
     with Run(tmp_path, task, broker__batch_tokens=400, broker__max_staleness=2, rollout__num_rollout=8) as run:
         run.start_all()
-        run.complete(180.0)
+        run.complete(8, batch_size=0)
         steps = [row for row in run.rows("broker") if "groups" in row]
         assert len(steps) == 8
         assert all(row["tokens"] <= 400 for row in steps)
