@@ -7,10 +7,9 @@ FOLDER/logs/NAME.log           all that its processes wrote
 
 import contextlib
 import json
-import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +30,7 @@ NAME_MISTAKE = "did you mean"
 """In a problem that another trial could not be without: the sweep is refused, and not the trial alone."""
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class TrialOutcome(msgspec.Struct, kw_only=True):
     """trial.json. starts: above 1 for a trial that was begun, killed and gone on with; seconds: of all of them."""
 
     condition: dict[str, str]
@@ -43,25 +42,25 @@ class Outcome(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
 
 
-def recorded(run_dir: Path) -> Outcome | None:
+def saved_outcome(run_dir: Path) -> TrialOutcome | None:
     """What trial.json says; None of a directory that has none. Raises DataError with its path when it is spoilt."""
     file = run_dir / "trial.json"
     try:
-        return msgspec.convert(json.loads(file.read_bytes()), Outcome) if file.is_file() else None
+        return msgspec.convert(json.loads(file.read_bytes()), TrialOutcome) if file.is_file() else None
     except (msgspec.ValidationError, ValueError) as bad:
         raise DataError(f"{file} is spoilt ({bad}); remove it to begin this trial anew") from None
 
 
-def read_outcome(sweep: Sweep, trial: Trial) -> Outcome:
+def read_outcome(sweep: Sweep, trial: Trial) -> TrialOutcome:
     """What became of it so far. Raises UsageError when it was begun with other options."""
-    found = recorded(sweep.run_dir(trial)) or Outcome(condition=trial.condition, options=trial.options, seed=trial.seed)
+    found = saved_outcome(sweep.run_dir(trial)) or TrialOutcome(condition=trial.condition, options=trial.options, seed=trial.seed)
     if found.options != trial.options:
         changed = sorted(n for n in found.options.keys() | trial.options if found.options.get(n) != trial.options.get(n))
         raise UsageError(f"{sweep.run_dir(trial)} was begun with another {', '.join(changed)}; give another sweep_dir, or remove it")
     return found
 
 
-def write_outcome(sweep: Sweep, trial: Trial, outcome: Outcome) -> None:
+def write_outcome(sweep: Sweep, trial: Trial, outcome: TrialOutcome) -> None:
     """Replace trial.json in one move."""
     make_private(sweep.run_dir(trial))
     with replacing(sweep.run_dir(trial) / "trial.json") as file:
@@ -121,11 +120,10 @@ class Runner:
         write_outcome(self.sweep, trial, outcome)
         wait_until_left(self.sweep.run_dir(trial), LEAVE_S)
         share = min(set(range(plan.parallel)) - {running.share for running in self.running})
-        gpus, cpus = (dealt(ids, plan.parallel, share) for ids in (plan.gpus, plan.cpus))
+        size = len(plan.gpus) // plan.parallel
+        gpus = plan.gpus[share * size : (share + 1) * size]
         arguments = ["up", *arguments_of(self.sweep.base, self.sweep.flags(trial)), "--workers", str(plan.workers)]
         child = group.start(trial.name, arguments, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
-        if cpus and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(child.process.pid, cpus)  # before it has started anything
         self.running.append(Running(trial, child, share, time.monotonic()))
         self.say(f"{self._heading(trial)} begins" + (f", start {outcome.starts}" if outcome.starts > 1 else ""))
 
@@ -144,7 +142,7 @@ class Runner:
     def scores(self, trial: Trial) -> report.Rows:
         """Its evaluations so far."""
         with contextlib.suppress(DataError):
-            found = report.read(self.sweep.run_dir(trial))
+            found = report.read_report(self.sweep.run_dir(trial))
             return found.evaluations(self.sweep.plan.score or main_dataset(row["dataset"] for row in found.evals))
         return []
 
@@ -168,12 +166,6 @@ def asked_refusals(sweep: Sweep) -> dict[str, list[str]]:
         raise SlimebusError(f"the trials' configs could not be checked:\n{done.stderr[-2000:]}")
     found: dict[str, list[str]] = json.loads(done.stdout)
     return found
-
-
-def dealt(ids: Sequence[int], parallel: int, share: int) -> Sequence[int]:
-    """The ids that one of `parallel` trials gets."""
-    size = len(ids) // parallel
-    return ids[share * size : (share + 1) * size]
 
 
 def reason_in(log: Path, code: int) -> str:

@@ -1,21 +1,22 @@
 """A tiny random Qwen3 on disk, and a policy on it."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tiny_model import save_model
 
 from slimebus.config import RunConfig
-from slimebus.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from slimebus.config.schema import AlgorithmConfig, BrokerConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from trainer.compat import cpu_compat
 
 cpu_compat.import_megatron()
 
 from slimebus.bus.samples import Sample  # noqa: E402
-from trainer.batches.batch import Group  # noqa: E402
+from trainer.batches.batch import TrainingGroup  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
 
 VOCAB_SIZE = 38
@@ -44,9 +45,9 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def build_policy() -> Iterator[Callable[..., Policy]]:
-    """Builds a policy on a model directory; the one before is closed first."""
-    built: list[Policy] = []
+def build_policy() -> Iterator[Callable[..., Any]]:
+    """Builds a policy, or another learner, on a model directory; the one before is closed first."""
+    built: list[Any] = []
 
     def build(
         folder: Path,
@@ -58,17 +59,20 @@ def build_policy() -> Iterator[Callable[..., Policy]]:
         on_nonfinite: str = "skip",
         family: str = "",
         megatron: dict | None = None,
-    ) -> Policy:
+        required_fields: Sequence[str] = (),
+        learner: Any = Policy,
+    ) -> Any:
         while built:
             built.pop().close()
         config = RunConfig(
+            broker=BrokerConfig(required_fields=list(required_fields)),
             model=ModelConfig(family=family),
             optimizer=optimizer or OptimizerConfig(lr=1e-2, lr_warmup_iters=2),
             algorithm=algorithm or AlgorithmConfig(),
             trainer=TrainerConfig(max_tokens_per_gpu=max_tokens_per_gpu, params_dtype=dtype, on_nonfinite=on_nonfinite),
             megatron=megatron or {},
         )
-        built.append(Policy.build(config, str(folder)))
+        built.append(learner.build(config, str(folder)))
         return built[0]
 
     yield build
@@ -76,7 +80,7 @@ def build_policy() -> Iterator[Callable[..., Policy]]:
         built.pop().close()
 
 
-def random_batch(seed: int = 0, num_groups: int = 4, group_size: int = 4) -> list[Group]:
+def random_batch(seed: int = 0, num_groups: int = 4, group_size: int = 4) -> list[TrainingGroup]:
     draw = np.random.default_rng(seed)
 
     def sample(prompt: int, reward: float) -> Sample:
@@ -90,12 +94,12 @@ def random_batch(seed: int = 0, num_groups: int = 4, group_size: int = 4) -> lis
         )
 
     return [
-        Group(id=f"g{g}", samples=[sample(3 + g, reward) for reward in (draw.random(group_size) < 0.5).astype(float).tolist()])
+        TrainingGroup(id=f"g{g}", samples=[sample(3 + g, reward) for reward in (draw.random(group_size) < 0.5).astype(float).tolist()])
         for g in range(num_groups)
     ]
 
 
 @pytest.fixture
-def make_batch() -> Callable[..., list[Group]]:
+def make_batch() -> Callable[..., list[TrainingGroup]]:
     """Groups of random samples by seed."""
     return random_batch

@@ -6,24 +6,22 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from made_samples import made
 
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.model.policy import Policy
 from trainer.session.step_batch import IdleSteps, StepBatch, StepPlan
 
 
 def sample(reward: float, length: int = 6, version: int = 3) -> Sample:
-    tokens = np.arange(length, dtype=np.int32) % 30
-    mask = np.array([0, *[1] * (length - 1)], np.uint8)
-    versions = [(NO_VERSION, 1), (version, length - 1)]
-    return Sample(tokens=tokens, loss_mask=mask, rollout_logprobs=np.full(length, -1.0, np.float32), versions=versions, reward=reward)
+    return made((NO_VERSION, 1), (version, length - 1), reward=reward, mask=[0, *[1] * (length - 1)])
 
 
 def batch(sizes: list[int], next_version: int = 4) -> StepBatch:
     """One group for each size, of so many samples; their rewards alternate."""
-    groups = [Group(str(i), [sample(float(k % 2), 4 + i + k) for k in range(n)]) for i, n in enumerate(sizes)]
+    groups = [TrainingGroup(str(i), [sample(float(k % 2), 4 + i + k) for k in range(n)]) for i, n in enumerate(sizes)]
     return StepBatch(step=7, version=3, next_version=next_version, groups=groups, lags=[0] * sum(sizes))
 
 
