@@ -341,7 +341,7 @@ def give_back(state: State, event: Event, back: GiveBack) -> None:
         if outcome == "partial" and (refusal := _take_partial(state, event, group, back)):
             outcome, reason = "fail", f"partial refused: {refusal}"
         if back.num_tokens:
-            state.count_waste(reason, 1, back.num_tokens)
+            state.count_waste("failed attempts" if outcome == "fail" else reason, 1, back.num_tokens)  # each has words of its own
         if state.stateful is not None and outcome in ("drop", "fail"):
             rewards = [r if r is not None and math.isfinite(r) else None for r in back.rewards[:MAX_REWARDS]]
             state.groups.record_rewards(group, rewards)
