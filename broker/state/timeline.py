@@ -95,7 +95,7 @@ def _accept_trained(state: State, step: int, shared: int) -> None:
     num_known = batches.accept_trained(state, shared, "trained, says the resumed trainer")
     num_unknown = step - min(state.meta.next_step, shared) - num_known
     num_groups = num_unknown * state.rules.batch_size
-    if num_unknown > 0 and state.meta.cursor == 0:
+    if num_unknown > 0 and not state.meta.lineages and state.meta.cursor == 0:
         prompts.skip(state, num_groups)
         text = f"this broker has no record of the {num_unknown} steps trained so far; skipping the first {num_groups} prompts of the source"
         state.note(text, is_warning=True)
