@@ -4,9 +4,9 @@ from typing import Any
 
 from broker.state import consumers, diagnosis, evaluation, prompts, settings, watchdog
 from broker.state.broker_state import FILTERED, State
-from broker.state.clients import blocked, is_present, is_starting
+from broker.state.clients import describe_blocked, is_present, is_starting
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY
-from broker.state.records import Client, quantile
+from broker.state.records import ClientRecord, quantile
 
 MAX_CHANGES = 32
 MAX_ROWS, MAX_CLIENTS = 256, 1024
@@ -24,8 +24,8 @@ def status(state: State) -> dict[str, Any]:
         "oldest_checkpoint": meta.oldest_kept_step,
         "num_steps": state.rules.num_steps,
         "state": _state(state),
-        "settings": settings.described(state.rules),
-        "changes": [{"step": c.step, "by": c.by, "text": settings.in_words(c)} for c in changes if c.changed],
+        "settings": settings.values_for_json(state.rules),
+        "changes": [{"step": c.step, "by": c.by, "text": settings.describe_change(c)} for c in changes if c.changed],
         "groups": _groups(state),
         "moves": meta.moves,
         "lag": lag(meta.lags),
@@ -42,9 +42,9 @@ def status(state: State) -> dict[str, Any]:
         "parked": _parked(state),
         "evaluations": [{"key": e.key, "done": e.is_done, **row} for e in evaluations for row in evaluation.results(e)],
         "steps": list(state.recent),
-        "consumers": consumers.rows(state),
-        "waiting": diagnosis.waiting(state),
-        "stalled": watchdog.report(state),
+        "consumers": consumers.status_rows(state),
+        "waiting": diagnosis.waiting_lines(state),
+        "stalled": watchdog.stalled_report(state),
         "bounds": _bounds(state),
         "pace": _pace(state),
         "stall_limit_s": round(watchdog.limit_s(state), 3),
@@ -99,13 +99,13 @@ def _pace(state: State) -> dict[str, float]:
     }
 
 
-def _client(state: State, client: Client) -> dict[str, Any]:
+def _client(state: State, client: ClientRecord) -> dict[str, Any]:
     is_gone = client.is_gone and not is_starting(client)
     return {
         "name": client.name,
         "role": client.role,
         "epoch": client.epoch,
-        "state": "fenced" if client.is_fenced else "gone" if is_gone else blocked(state, client) or client.state or "joined",
+        "state": "fenced" if client.is_fenced else "gone" if is_gone else describe_blocked(state, client) or client.state or "joined",
         "silent_s": round(state.now - client.heard_at, 3),
         "lineage": client.lineage,
         "version": client.serving,

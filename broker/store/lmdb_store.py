@@ -27,7 +27,7 @@ from broker.state.effects import RowTable, Write
 from broker.store.interface import TABLES, Damaged, Records, StoreError, damaged_store, ended_by
 from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
 from slimebus.bus.errors import UsageError
-from slimebus.telemetry.formatting import size as readable_size
+from slimebus.telemetry.formatting import format_size as readable_size
 
 log = logging.getLogger("slimebus.broker")
 
@@ -311,7 +311,7 @@ def read_folder(folder: Path, *, is_checked: bool = True) -> Iterator[Records]:
     except lmdb.Error as bad:
         raise cannot_open(folder, bad) from None
     try:
-        with begin(env) as txn:
+        with begin_read(env) as txn:
             check_format(folder, txn.get(FORMAT_KEY))
             yield LmdbRecords(str(folder), txn, {name: handle for name in TABLES if (handle := _table(env, txn, name)) is not None})
     except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
@@ -320,7 +320,7 @@ def read_folder(folder: Path, *, is_checked: bool = True) -> Iterator[Records]:
         env.close()
 
 
-def begin(env: Any) -> Any:
+def begin_read(env: Any) -> Any:
     """A read transaction, of a map that a working broker may have grown meanwhile."""
     try:
         return env.begin(buffers=True)
