@@ -99,6 +99,7 @@ class Machine:
 
     def _restart_deadlines(self) -> None:
         state = self.state
+        state.timers.set(("free", None), state.now)
         state.had_members = bool(state.clients)
         for client in state.clients.values():
             clients.touch(state, client)
@@ -233,6 +234,7 @@ DUE: dict[str, Callable[[State, Any], None]] = {
     "source": lambda state, _: None,  # its rest is over: requests that wait are dealt to when the burst is settled
     "finish": lambda state, _: ending.confirm_finish(state),
     "unserved evaluation": ending.end_unserved,
+    "free": lambda state, _: batches.free(state),
     "watchdog": lambda state, _: watchdog.check(state),
 }
 """What is done when a timer falls due; the key of a timer is (one of these, its subject)."""
