@@ -28,7 +28,7 @@ class Numbers(PromptSource):
         self.size = size
 
     def take(self, position: int) -> Prompt | None:
-        return Prompt(f"0/{position}", position, b"prompt") if position < self.size else None
+        return Prompt(f"0/{position}", position, b"\xa6prompt") if position < self.size else None
 
     def find(self, prompt_id: str) -> Prompt | None:
         return self.take(int(prompt_id.split("/")[1]))

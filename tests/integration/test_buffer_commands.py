@@ -1,12 +1,18 @@
-"""Every `slimebus buffer` command beside a live run, then without a broker."""
+"""Every `slimebus buffer` command beside a live run, then without a broker; and a run that goes on from a backup."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from live_run import Run
+from live_run import Run, slow_hook
 from slimebus_command import slimebus
+
+from broker.inspect.reader import open_snapshot
+from broker.state.records import Meta
 
 pytestmark = pytest.mark.integration
 
@@ -91,3 +97,26 @@ def test_a_live_run_is_listed_shown_exported_and_changed_with_and_without_a_brok
         assert {row["group"]: row["state"] for row in listed("--state", "queued")}[second] == "queued"
         run.start_all("w2")
         run.wait_for("the run goes on", lambda s: s["moves"].get("assigned>committed trained", 0) > 0 and 2 <= s["step"] < 400)
+
+
+def test_a_backup_made_under_load_is_whole_and_the_run_goes_on_from_it(tmp_path: Path, task: Path) -> None:
+    changes: dict[str, Any] = {"rollout__num_rollout": 20, "trainer__save_interval": 2, "broker__max_staleness": 2}
+    with Run(tmp_path, task, rollout__custom_generate_function_path=slow_hook(tmp_path, 0.2), **changes) as run:
+        processes, backup = run.start_all(), tmp_path / "backup"
+        run.wait_for("two trained steps", lambda s: s["step"] >= 2)
+        done = slimebus("buffer", "backup", str(run.file), "--out", str(backup))
+        assert done.returncode == 0, done.stderr
+        assert slimebus("buffer", "verify", "--run-dir", str(backup)).stdout.startswith("ok: ")
+        with open_snapshot(backup) as snapshot:
+            copied = msgspec.msgpack.decode(snapshot.records.get("meta", "meta") or b"", type=Meta).next_step
+        run.wait_for("checkpoints of later steps", lambda s: s["oldest_checkpoint"] > copied)
+        for process in processes:
+            process.kill()
+        shutil.rmtree(run.run_dir / "broker")
+        shutil.copytree(backup / "broker", run.run_dir / "broker")
+        broker, *_ = run.start_all("w2")
+        run.complete()
+        assert (run.final_status()["step"], run.final_status()["state"]) == (20, "finished")
+        told = re.search(r"no record of (\d+) of the trained steps; up to (\d+) prompts may be trained twice", broker.text())
+        assert told, broker.tail()
+        assert int(told[2]) == 4 * int(told[1]) > 0
