@@ -19,7 +19,7 @@ from broker.state import (
     evaluation,
     heartbeats,
     leases,
-    pushes,
+    prompts,
     settings,
     staleness,
     status,
@@ -29,11 +29,11 @@ from broker.state import (
 from broker.state.broker_state import State
 from broker.state.effects import Effect, Event, Table
 from broker.state.prompt_source import PromptSource
-from broker.state.records import BufferFilter, Meta
+from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from slimebus.bus import messages as m
 from slimebus.bus.envelope import error_reply
-from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.bus.errors import SlimebusError
 
 Row = tuple[Table, str, bytes | SlimebusError]
 """Table, key and value; an error in place of a value that is damaged."""
@@ -52,9 +52,7 @@ class Machine:
         buffer_filter: BufferFilter | None = None, validates: bool = False,
     ) -> None:  # fmt: skip
         self.validates = validates
-        self.state = State(rules, source, run, buffer_filter)
-        self.state.meta.next_epoch = self.state.meta.next_lease = first_id
-        self.state.hints_address, self.state.max_message_bytes = hints, max_message_bytes
+        self.state = State(rules, source, run, buffer_filter, hints=hints, max_message_bytes=max_message_bytes, first_id=first_id)
 
     # --- after a restart ---
 
@@ -74,44 +72,15 @@ class Machine:
                 if table in ("meta", "source"):
                     raise
                 lost.append((table, key, str(bad)))
-        for meta in records["meta"]:
-            self._restore_meta(meta)
         state.restore(records)
         settings.restore(state)
         evaluation.cancel_impossible(state)
         damage.recover_rows(state, lost)
-        self._restart_deadlines()
+        clients.restart(state)
+        state.leases.restart(now, now + state.rules.lease_s)
+        ending.doubt(state)
+        state.timers.set(("free", None), now)
         watchdog.restored(state)
-
-    def _restore_meta(self, meta: Meta) -> None:
-        state = self.state
-        if meta.run != state.meta.run:
-            raise UsageError(f"the store holds run {meta.run!r}, not {state.meta.run!r}; use another run directory")
-        if meta.fingerprint != state.meta.fingerprint and meta.cursor:
-            what = f"the prompt data changed since this run began: it was {meta.fingerprint}, it is {state.meta.fingerprint}"
-            raise UsageError(f"{what}; continue with the same data or start in a new run directory", code="data")
-        meta.fingerprint, meta.source_ended = state.meta.fingerprint, False
-        if meta.finishing and (state.rules.num_steps or 0) > meta.finished_num_steps:
-            meta.finishing = False  # it goes on with more steps: a worker that joins before the trainer is to wait for it
-        meta.next_epoch = max(state.meta.next_epoch, meta.next_epoch)  # a power cut may have taken the last ones that were given
-        meta.next_lease = max(state.meta.next_lease, meta.next_lease)
-        state.meta = meta
-
-    def _restart_deadlines(self) -> None:
-        state = self.state
-        state.timers.set(("free", None), state.now)
-        state.had_members = bool(state.clients)
-        for client in state.clients.values():
-            clients.touch(state, client)
-            client.newcomers = {}
-            for successor in client.successors:
-                successor.heard_at = state.now
-        members = [c for c in state.clients.values() if c.role in ("rollout", "trainer") and not c.is_fenced]
-        state.members_at_restart = {(c.name, c.instance) for c in members}
-        state.leases.restart(state.now, state.now + state.rules.lease_s)
-        if state.meta.finishing:
-            state.finish_is_confirmed = False
-            state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)
 
     # --- events ---
 
@@ -136,6 +105,10 @@ class Machine:
             except SlimebusError as problem:
                 self.state.reply(event.to, error_reply(problem))
         return self._drain_effects()
+
+    def note_store_problem(self, problem: str) -> None:
+        """The store takes nothing now: the status says so, with who waits for it."""
+        self.state.store_problem = problem
 
     def revoke_keys(self, keys: Collection[str], now: float) -> list[Effect]:
         """These keys are valid no more: what their holders lease is queued again at once."""
@@ -166,8 +139,7 @@ class Machine:
         leases.deal(state)  # behind it: a batch makes room, and moves the step that a new group is admitted for
         consumers.serve(state)
         ending.watch_evaluations(state)
-        if state.is_finished and not state.finish_is_announced:
-            state.finish_is_announced = True
+        if ending.is_news(state):
             state.notify()
             for key in list(state.waiting_leases):
                 leases.answer_timed_out(state, key)
@@ -214,7 +186,7 @@ HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Status: lambda state, event, ask: state.reply(event.to, m.StatusReply()),
     m.Evaluate: evaluation.evaluate,
     m.Set: settings.change,
-    m.Push: pushes.push,
+    m.Push: prompts.push,
     m.Edit: edits.edit,
     m.Import: edits.import_group,
     m.Command: heartbeats.command,

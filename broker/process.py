@@ -22,16 +22,16 @@ from broker.state import settings
 from broker.state.prompt_source import PromptSource
 from broker.state.rules import EvalDataset, Rules
 from broker.store import open_store
-from slimebus.atomic_file import replacing
+from slimebus.atomic_file import make_private, replacing
 from slimebus.bus.errors import ConfigError, UsageError
 from slimebus.bus.transport.server import Limits, connections_of
 from slimebus.config import Resolved, RunConfig
 from slimebus.config.agreement import settings_of
-from slimebus.config.dynamic_filter import is_reward_spread
 from slimebus.config.field_rules import evaluation_problems
 from slimebus.config.file_checks import label_problems
 from slimebus.config.load import raise_all
 from slimebus.config.saved import note_changes, save_config
+from slimebus.config.schema import is_reward_spread
 from slimebus.process.loop_watch import LoopWatch
 from slimebus.security.exposure import check_bind, insecure_note
 from slimebus.security.keyring import FolderKeyring
@@ -131,7 +131,7 @@ def build(resolved: Resolved) -> Broker:
     eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
     source = _source(resolved)
     try:
-        resolved.run_dir.mkdir(parents=True, exist_ok=True)
+        make_private(resolved.run_dir)
     except OSError as bad:
         raise UsageError(f"cannot make the run directory {resolved.run_dir}: {bad}; give another --run-dir") from None
     store = open_store(config.broker.durability, resolved.run_dir / "broker")

@@ -283,7 +283,7 @@ class Broker:
 
     def _refuse_all(self, problem: StoreError, *, until: float) -> None:
         """Answer the status, and with `problem` all else. Raises it when the broker has to stop."""
-        self.machine.state.store_problem = problem.text
+        self.machine.note_store_problem(problem.text)
         while (left_s := until - self.clock.monotonic()) > 0:
             if self._stop.is_set():
                 raise problem

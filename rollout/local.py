@@ -33,8 +33,7 @@ from slimebus.bus.samples import Sample, encode_group
 from slimebus.client.exported_groups import BATCHES_FILE, write_groups
 from slimebus.config import Resolved
 from slimebus.config.model_folder import context_length
-from slimebus.prompts.prompt_files import parse
-from slimebus.prompts.prompt_lines import open_lines
+from slimebus.prompts.prompt_files import open_lines, parse
 from slimebus.prompts.prompt_record import LineReader
 from slimebus.telemetry.scores import Scores, of_attempts
 

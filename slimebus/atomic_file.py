@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Files that are replaced whole or not at all, and folders that only their owner can read."""
 
 import contextlib
 import os
@@ -29,3 +29,9 @@ def replacing(path: Path, *, mode: int = 0o644, sync: bool = True) -> Iterator[B
         raise
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for its owner alone; one that is there keeps its mode."""
+    for one in (*reversed(folder.absolute().parents), folder):
+        one.mkdir(mode=0o700, exist_ok=True)

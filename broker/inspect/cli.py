@@ -188,7 +188,7 @@ def import_(run: Target, prompts_only: bool, broker: str | None, timeout_s: floa
     Importing it again changes nothing.
     """
     from broker.inspect.changes import open_editor
-    from broker.inspect.imports import read_groups
+    from broker.inspect.export import read_groups
 
     if not run.names:
         raise UsageError("import: no PATH given; expected a folder that `slimebus buffer export` wrote, or a jsonl file of prompts")

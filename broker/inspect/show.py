@@ -11,6 +11,7 @@ import msgspec
 from broker.inspect.export import summary_of
 from broker.inspect.reader import StoreSnapshot
 from broker.state.groups import Group
+from slimebus.bus.envelope import one_line
 from slimebus.bus.samples import Sample, SampleRow, decode_group
 from slimebus.config import Resolved
 
@@ -52,6 +53,7 @@ def in_lines(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -> li
     lines += [f"prompt: {shortened(prompt.get('prompt'))}", f"label: {shortened(prompt.get('label'))}"] if prompt else ["prompt: not kept"]
     if prompt and prompt.get("metadata"):
         lines.append(f"metadata: {shortened(prompt['metadata'])}")
+    lines = [one_line(line) for line in lines]
     stored = snapshot.samples(group)
     if stored is None:
         return [*lines, "no samples", ""]

@@ -13,7 +13,7 @@ from slimebus.atomic_file import replacing
 from slimebus.bus.errors import UsageError
 from slimebus.config import Resolved
 from slimebus.process.launch import SLIMEBUS, ChildProcess
-from slimebus.security.exposure import OUTSIDE, advertised, is_local, reachable
+from slimebus.security.exposure import OUTSIDE, advertised, reachable
 from slimebus.view.report import page_url
 
 log = logging.getLogger("slimebus.broker")
@@ -70,7 +70,7 @@ class PageProcess:
 
 
 def listen(address: str, last: str = "") -> tuple[socket.socket, str]:
-    """A socket bound at HOST:PORT, and the address for a browser. Raises UsageError when it cannot be bound.
+    """A socket bound at HOST:PORT, and the address with its token for a browser. Raises UsageError when it cannot be bound.
 
     last: the address of an earlier process: its port is taken again where the port is free to choose, and its token stays valid.
     """
@@ -85,8 +85,6 @@ def listen(address: str, last: str = "") -> tuple[socket.socket, str]:
             if port == ports[-1] or isinstance(bad, socket.gaierror):  # no port helps a name that is unknown, and asking takes seconds
                 raise UsageError(f"cannot listen at {address}: {bad.strerror}; give another --http HOST:PORT") from None
     shown = f"tcp://{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
-    if is_local(shown):
-        return listening, f"{shown.replace('tcp:', 'http:')}/"
     with contextlib.suppress(OSError):  # it has no network
         shown = advertised(shown, "", OUTSIDE)
     token = token_of(last) or secrets.token_urlsafe(24)
@@ -94,5 +92,5 @@ def listen(address: str, last: str = "") -> tuple[socket.socket, str]:
 
 
 def token_of(url: str) -> str:
-    """The token in an address; empty where it needs none."""
+    """The token in an address."""
     return parse_qs(urlsplit(url).query).get("token", [""])[0]

@@ -64,7 +64,6 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 STATIC = Path(str(files("broker.page"))) / "static"
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class Live(RunStatus):
@@ -109,7 +108,7 @@ class Live(RunStatus):
 
 
 class Page:
-    """The page of one run. token: what a viewer must show; empty: none, and only addresses of this machine are served."""
+    """The page of one run. token: what a viewer must show, also on this machine, which others may use too."""
 
     def __init__(self, resolved: Resolved, broker: str | None, token: str) -> None:
         self.resolved, self.token = resolved, token
@@ -280,18 +279,12 @@ class Page:
     def _may(self, request: web.Request) -> bool:
         given = request.query.get("token") or request.cookies.get(self._cookie(request), "")
         given = given or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(errors="surrogatepass"), self.token.encode())
+        return bool(self.token) and hmac.compare_digest(given.encode(errors="surrogatepass"), self.token.encode())
 
     def problem_of(self, request: web.Request) -> str:
-        """Why a request is refused; empty when it is not.
-
-        Without a token another site must not get at the page through its viewer's browser: neither under a name of its own that leads to
-        this machine, nor by sending a form here.
-        """
-        if self.token and not self._may(request):
+        """Why a request is refused; empty when it is not. Another site must not get at the page through its viewer's browser."""
+        if not self._may(request):
             return "this page needs its token: open the whole address that the broker logged when it started (RUN_DIR/page.url)"
-        if not self.token and _split(f"//{request.host}").hostname not in LOCAL_HOSTS:
-            return "this page is served to this machine alone, as 127.0.0.1 or localhost"
         origin = request.headers.get("Origin")
         if request.method == "POST" and origin and _split(origin).netloc != request.host:
             return "asked by another site"

@@ -1,4 +1,4 @@
 """A run that is not run: the real state machine with workers and trainer as timed models on a virtual clock.
 
-Workload (given, or calibrated from a run) --> SimulatedRun --> Outcome, beside it the closed form
+Workload (given, or calibrated from a run) --> SimulatedRun --> Outcome
 """

@@ -50,8 +50,6 @@ def calibrate(run_dir: Path, cores: float | None = None) -> Workload:
         batch=settings["rollout_batch_size"],
         samples=settings["n_samples_per_prompt"],
         publish_interval=settings["update_weights_interval"],
-        over_sampling=settings["over_sampling_batch_size"],
-        partial_rollouts=int(rollout.mask_offpolicy_in_partial_rollout) if rollout else 0,
         eval_interval=settings.get("eval_interval", 0),
         eval_samples=sum(row["num_samples"] for row in newest),
         max_staleness=math.inf if settings["max_staleness"] == "unbounded" else settings["max_staleness"],

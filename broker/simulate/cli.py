@@ -14,7 +14,7 @@ import msgspec
 
 from broker.simulate.workload import LONGEST, Workload, lognormal_lengths
 from slimebus.bus.errors import ConfigError, DataError, UsageError
-from slimebus.config.fields import fields_of
+from slimebus.config.schema import fields_of
 from slimebus.telemetry.formatting import columns
 
 if TYPE_CHECKING:
@@ -67,12 +67,11 @@ def simulate(
     """Play a run on a virtual clock: the broker's real decisions, with workers and trainer as timed models.
 
     Values are given, or measured in a run (--from); an option changes one of them, and with commas (--workers 1,2,4) every combination is
-    played. `formula` is the closed form of the mean lag (docs/simulate.md). Below the table stand how many workers the trainer could use,
-    all values used, and with --from what the run measured beside what is predicted of it.
+    played. Below the table stand how many workers the trainer could use, all values used, and with --from what the run measured beside
+    what is predicted of it.
     """
     from broker.simulate.calibrate import calibrate, measured
     from broker.simulate.simulated_run import simulate as play
-    from broker.simulate.workload import mean_staleness
 
     given = {name: _values(name, text) for name, text in varied.items() if text is not None}
     base, itself = dict[str, Any](), dict[str, list[float]]()
@@ -93,14 +92,14 @@ def simulate(
     played = []
     for values in itertools.product(*given.values()):
         workload = _workload(base | dict(zip(given, values, strict=True)))
-        played.append((workload, play(workload), mean_staleness(workload)))
+        played.append((workload, play(workload)))
         if as_json:
             click.echo(json.dumps(_row(given, *played[-1]) | itself))
     varying = [name for name, values in given.items() if len(values) > 1]
     if not as_json:
-        rows = [[*(f"{getattr(w, name):g}" for name in varying), *(text(o) for text in SHOWN.values()), f"{f:.2f}"] for w, o, f in played]
-        click.echo("\n".join(columns(rows, [*(name.replace("_", " ") for name in varying), *SHOWN, "formula"])))
-        click.echo(advice(played[-1][0], played[-1][1], lambda w: play(w).trainer_idle))
+        rows = [[*(f"{getattr(w, name):g}" for name in varying), *(text(o) for text in SHOWN.values())] for w, o in played]
+        click.echo("\n".join(columns(rows, [*(name.replace("_", " ") for name in varying), *SHOWN])))
+        click.echo(advice(*played[-1], lambda w: play(w).trainer_idle))
         click.echo(textwrap.fill(f"values: {_as_flags(played[-1][0], varying)}", WIDTH, break_on_hyphens=False))
     if itself and not as_json:
         found = (f"{name} {steps_per_s:.3g} steps/s, mean lag {lag:.2f}" for name, (steps_per_s, lag) in itself.items())
@@ -129,11 +128,10 @@ def _as_flags(workload: Workload, left_out: list[str]) -> str:
     return f"{' '.join(flags)}; lengths {least:.4g} to {longest:.4g} with a mean of {workload.mean_length:.4g} tokens"
 
 
-def _row(given: dict[str, list[float]], workload: Workload, outcome: "Outcome", formula: float) -> dict[str, Any]:
-    values: dict[str, Any] = {name: None if value == math.inf else value for name, value in msgspec.to_builtins(workload).items()}
-    found: dict[str, Any] = msgspec.to_builtins(outcome, str_keys=True)  # JSON has no infinity, nor has the formula of an unbounded run
-    formula_or_none = None if formula == math.inf else formula
-    return {name: values[name] for name in given} | found | {"formula": formula_or_none, "values": values}
+def _row(given: dict[str, list[float]], workload: Workload, outcome: "Outcome") -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(outcome, str_keys=True)
+    values = {name: None if value == math.inf else value for name, value in msgspec.to_builtins(workload).items()}  # JSON has no infinity
+    return {name: values[name] for name in given} | found | {"values": values}
 
 
 def advice(workload: Workload, outcome: "Outcome", idle_of: Callable[[Workload], float]) -> str:

@@ -9,16 +9,13 @@ from broker.simulate.workload import Workload
 
 class SimulatedGroup:
     """A leased group in the making. tokens, runs (version -> tokens) and oldest (version -> samples with it as their oldest) are of the
-    samples done so far under this lease; before: tokens of earlier leases; left: what its samples still need, None before they begin.
+    samples done so far.
     """
 
-    __slots__ = ("before", "id", "is_evaluated", "lease", "left", "oldest", "open", "runs", "tokens")
+    __slots__ = ("id", "is_evaluated", "lease", "oldest", "open", "runs", "tokens")
 
-    def __init__(self, id: str, lease: int, samples: int, *, is_evaluated: bool = False, begun: "SimulatedGroup | None" = None) -> None:
-        """begun: the same group under an earlier lease, to be continued."""
+    def __init__(self, id: str, lease: int, samples: int, *, is_evaluated: bool = False) -> None:
         self.id, self.lease, self.is_evaluated, self.open, self.tokens = id, lease, is_evaluated, samples, 0.0
-        self.before: float = begun.before + begun.tokens if begun else 0.0
-        self.left: list[float] | None = begun.left if begun else None
         self.runs: dict[int, float] = {}
         self.oldest: Counter[int] = Counter()
 
@@ -47,13 +44,12 @@ class SimulatedEngine:
             del self._switches[0]
 
     def begin(self, group: SimulatedGroup, version: int, now: float) -> None:
-        """Start or continue all samples of a group with the version served now."""
+        """Start all samples of a group with the version served now."""
         if not self._running:
             self.take_version(version, now)
         self._advance(now)
-        lengths = group.left or [self.workload.length(self.random) for _ in range(group.open)]
-        group.open, group.left = len(lengths), None
-        for length in lengths:
+        for _ in range(group.open):
+            length = self.workload.length(self.random)
             self._serial += 1
             heapq.heappush(self._running, (self._service + length, self._serial, self._service, group))
 
@@ -71,16 +67,6 @@ class SimulatedEngine:
         group.open -= 1
         self._count(group, begin, end)
         return None if group.open else group
-
-    def take_out(self, group: SimulatedGroup, now: float) -> None:
-        """Cut off what runs of a group; `left` is what it still needs."""
-        self._advance(now)
-        cut = [sample for sample in self._running if sample[3] is group]
-        self._running = [sample for sample in self._running if sample[3] is not group]
-        heapq.heapify(self._running)
-        group.left = [end - self._service for end, *_ in cut]
-        for _, _, begin, _ in cut:
-            self._count(group, begin, self._service)
 
     def _count(self, group: SimulatedGroup, begin: float, end: float) -> None:
         group.tokens += end - begin

@@ -1,7 +1,7 @@
 """The real state machine among timed workers and a timed trainer.
 
 Broker time stands still: waits, leases and silence are not what is asked about here, and 10,000 workers without heartbeats are quicker
-by far. Failures of workers are told to the machine when it would have noticed them.
+by far.
 """
 
 import math
@@ -16,7 +16,7 @@ from broker.machine import Machine
 from broker.simulate.engine import SimulatedEngine, SimulatedGroup
 from broker.simulate.timeline import Timeline
 from broker.simulate.workload import Workload
-from broker.state.effects import Address, Event, Notify, Reply
+from broker.state.effects import Address, Event, Reply
 from broker.state.prompt_source import Prompt, PromptSource
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError
@@ -67,12 +67,12 @@ class EndlessPrompts(PromptSource):
 class SimulatedWorker:
     """One worker: its engine, and what it leases."""
 
-    __slots__ = ("engine", "groups", "is_asking", "is_busy", "is_dead", "name", "turn")
+    __slots__ = ("engine", "groups", "is_asking", "is_busy", "name", "turn")
 
     def __init__(self, name: str, engine: SimulatedEngine) -> None:
         self.name, self.engine = name, engine
         self.groups: dict[int, SimulatedGroup] = {}
-        self.is_asking = self.is_busy = self.is_dead = False
+        self.is_asking = self.is_busy = False
         self.turn = 0
         """Which of the planned looks at the engine is the valid one."""
 
@@ -100,8 +100,6 @@ class SimulatedRun:
         self.is_training = self.is_over = False
         self._waits_since = 0.0
         self.made: dict[str, SimulatedGroup] = {}
-        self.begun: dict[str, SimulatedGroup] = {}
-        """Groups that were recalled, until somebody continues them."""
         self.idle_s = self.tokens = self.wasted = self.sampled = 0.0
         self.busy_s, self._num_busy, self._counted_at = 0.0, 0, 0.0
         self.lag_tokens: defaultdict[int, float] = defaultdict(float)
@@ -147,8 +145,6 @@ class SimulatedRun:
             for effect in self.machine.apply(burst, BROKER_NOW):
                 if isinstance(effect, Reply):
                     self._answer(effect)
-                elif isinstance(effect, Notify) and self.workload.over_sampling:
-                    self._compare_leases()
 
     def _answer(self, reply: Reply) -> None:
         if isinstance(reply.message, m.Error):
@@ -190,16 +186,16 @@ class SimulatedRun:
         self.is_training = True
         self._count(0)
         self.idle_s += self.timeline.now - self._waits_since
-        tokens = before = 0.0
+        tokens = 0.0
         for group in batch.groups:
             made = self.made.pop(group.group)
-            tokens, before = tokens + made.tokens, before + made.before
+            tokens += made.tokens
             for version, count in made.runs.items():
                 self.lag_tokens[batch.version - version] += count
             for version, samples in made.oldest.items():
                 self.lag_samples[batch.version - version] += samples
         self.tokens += tokens
-        self.timeline.after_work(self.workload.train_seconds(tokens + before) + self.workload.publish_s, self._trained)
+        self.timeline.after_work(self.workload.train_seconds(tokens) + self.workload.publish_s, self._trained)
 
     def _count(self, busy: int) -> None:
         """Count the time of workers until now; so many more of them are busy from now on; share the cores anew."""
@@ -226,18 +222,7 @@ class SimulatedRun:
     def _start_worker(self, name: str) -> None:
         worker = SimulatedWorker(name, SimulatedEngine(self.workload, self.random))
         self.workers.append(worker)
-        if self.workload.life_s:
-            self.timeline.later(self.random.expovariate(1 / self.workload.life_s), lambda: self._fail(worker))
         self._join(name, "rollout", lambda _: self._lease(worker) if self.serving != m.NO_VERSION else None)
-
-    def _fail(self, worker: SimulatedWorker) -> None:
-        """It is gone; the broker notices when its leases expire, and another one comes."""
-        worker.is_dead = True
-        self._count(-worker.is_busy)
-        self._asking.pop(worker.name, None)
-        self.wasted += sum(group.tokens for group in worker.groups.values())
-        self.timeline.later(self.workload.lease_s, lambda: self._ask(worker.name, m.Goodbye()))
-        self.timeline.later(self.workload.restart_s, lambda: self._start_worker(f"w{self.timeline.serial()}-again"))
 
     def _pulled(self, version: int) -> None:
         """Every worker serves a version; those that wait for a lease say so at once."""
@@ -254,7 +239,7 @@ class SimulatedRun:
     def _lease(self, worker: SimulatedWorker) -> None:
         """Ask for as much as it has room for. More waiting requests than groups could be given to are not sent: nobody would answer."""
         want = worker.room(self.workload)
-        if worker.is_asking or worker.is_dead or want < 1:
+        if worker.is_asking or want < 1:
             return
         worker.is_asking = True
         if len(self._asking) >= self._most_asking:
@@ -264,23 +249,17 @@ class SimulatedRun:
 
     def _send_lease(self, worker: SimulatedWorker, want: int) -> None:
         self._asking[worker.name] = worker
-        lease = m.Lease(want=want, wait_s=WAIT_S, lineage=LINEAGE, serving=self.serving, takes_partials=True)
+        lease = m.Lease(want=want, wait_s=WAIT_S, lineage=LINEAGE, serving=self.serving)
         self._ask(worker.name, lease, lambda reply: self._leased(worker, reply))
 
     def _leased(self, worker: SimulatedWorker, reply: m.LeaseReply) -> None:
         worker.is_asking = False
         self._asking.pop(worker.name, None)
-        if self._unasked and not reply.finished:
+        if self._unasked:
             other = self._unasked.popleft()
-            if not other.is_dead:
-                self._send_lease(other, other.room(self.workload))
-        if worker.is_dead or reply.finished:
-            return
+            self._send_lease(other, other.room(self.workload))
         for leased in reply.groups:
-            begun = self.begun.pop(leased.group, None)
-            if begun is not None and leased.partial_frames == 0:
-                self.wasted, begun = self.wasted + begun.before + begun.tokens, None
-            group = SimulatedGroup(leased.group, leased.lease, leased.num_samples, is_evaluated=leased.kind == "eval", begun=begun)
+            group = SimulatedGroup(leased.group, leased.lease, leased.num_samples, is_evaluated=leased.kind == "eval")
             worker.groups[leased.lease] = group
             worker.engine.begin(group, self.serving, self.timeline.worked)
         self._look_at_engine(worker)
@@ -297,7 +276,7 @@ class SimulatedRun:
             self.timeline.after_work(at - self.timeline.worked, lambda: self._sample_done(worker, turn))
 
     def _sample_done(self, worker: SimulatedWorker, turn: int) -> None:
-        if turn != worker.turn or worker.is_dead:
+        if turn != worker.turn:
             return
         group = worker.engine.finish_next(self.timeline.worked)
         if group is not None:
@@ -305,44 +284,18 @@ class SimulatedRun:
         self._look_at_engine(worker)
 
     def _put(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
-        if worker.is_dead or worker.groups.pop(group.lease, None) is None:
-            return
+        del worker.groups[group.lease]
         put, samples = m.Put(group=group.id, lease=group.lease, lineage=LINEAGE), 1 if group.is_evaluated else self.workload.samples
-        self._ask(worker.name, put, lambda reply: self._was_put(group, reply), self._bulk(tuple(sorted(group.runs)), samples))
+        self._ask(worker.name, put, lambda _: self._was_put(group), self._bulk(tuple(sorted(group.runs)), samples))
         self._lease(worker)
 
-    def _was_put(self, group: SimulatedGroup, reply: m.PutReply) -> None:
+    def _was_put(self, group: SimulatedGroup) -> None:
         if group.is_evaluated:
             return
         self.sampled += group.tokens
-        lost = group if reply.result == "discarded" else self.made.get(group.id)  # it was too stale, and its prompt was sampled again
-        self.wasted += lost.tokens if lost is not None else 0.0
-        if lost is not group:
-            self.made[group.id] = group
-
-    def _compare_leases(self) -> None:
-        """Workers with groups tell the broker of them, and learn which it wants no more, or back."""
-        for worker in self.workers:
-            if worker.groups and not worker.is_dead:
-                beat = m.Heartbeat(state="serving", lineage=LINEAGE, serving=self.serving, leases=list(worker.groups))
-                self._ask(worker.name, beat, lambda reply, worker=worker: self._compared(worker, reply))  # type: ignore[misc]
-
-    def _compared(self, worker: SimulatedWorker, reply: m.HeartbeatReply) -> None:
-        ended = (worker.groups.get(lease) for lease in (*reply.lost, *reply.surplus, *reply.recalled))
-        unfinished = [group for group in ended if group is not None and group.open and not worker.is_dead]
-        for group in unfinished:
-            del worker.groups[group.lease]
-            worker.engine.take_out(group, self.timeline.worked)
-            self.sampled += group.tokens
-            if group.lease in reply.recalled:
-                self.begun[group.id] = group
-                back = m.GiveBack(group=group.id, lease=group.lease, outcome="partial", reason="recalled", lineage=LINEAGE)
-                self._ask(worker.name, back, bulk=self._bulk(tuple(sorted(group.runs)), self.workload.samples))
-            else:
-                self.wasted += group.tokens + group.before
-        if unfinished:
-            self._look_at_engine(worker)
-            self._lease(worker)
+        if group.id in self.made:  # it was too stale, and its prompt was sampled again
+            self.wasted += self.made[group.id].tokens
+        self.made[group.id] = group
 
     def _bulk(self, versions: tuple[int, ...], samples: int) -> list[bytes]:
         """Samples of one token for each version: the machine asks for no more than these, and how many there are is kept here."""

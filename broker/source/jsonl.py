@@ -11,8 +11,7 @@ from typing import BinaryIO
 import xxhash
 
 from slimebus.bus.errors import DataError
-from slimebus.prompts.prompt_files import FileSpec
-from slimebus.prompts.prompt_lines import COPY_BYTES, PARQUET, open_lines
+from slimebus.prompts.prompt_files import COPY_BYTES, PARQUET, FileSpec, open_lines
 from slimebus.prompts.prompt_record import BYTE_ORDER_MARK, MAX_RECORD_BYTES, LineReader, PromptKeys
 
 OnBad = Callable[[DataError], None]

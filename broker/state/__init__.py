@@ -2,11 +2,13 @@
 
 Prompts and the choice of a buffer filter are asked of two narrow protocols given as arguments (prompt_source.py, records.BufferFilter).
 
+Rooms with doors: each table of records has one file that writes it, which the others ask (tests/broker/state/test_owners.py).
+
 broker_state.py  the state that the functions share    records.py     what is stored    rules.py     the constants of a run
-effects.py       what goes in and what comes out       groups.py      the groups in play       transitions.py  what becomes of a group
-clients.py       joining, epochs, fencing, settings    heartbeats.py  which leases live on; commands    lease_table.py  until when
-prompts.py       where the next prompt comes from      pushes.py      prompts that clients push
-admission.py     when a worker may start a group       leases.py      lease, put, give back, expiry    partials.py  unfinished groups
+effects.py       what goes in and what comes out       groups.py      the groups in play, and what changes of one
+clients.py       joining, epochs, fencing, settings    transitions.py what becomes of a group    lease_table.py  until when
+heartbeats.py    which leases live on; commands        prompts.py     where the next prompt comes from; prompts that clients push
+admission.py     when a worker may start a group       leases.py      lease, put, give back, expiry; unfinished groups
 staleness.py     what is too old                       choice.py      the groups of a batch            batches.py   batch, fetch, commit
 timeline.py      resume, publish                       ending.py      how a run ends                   evaluation.py  held-out scores
 consumers.py     services that read the groups         settings.py    what may change meanwhile        edits.py     drop, replay, import

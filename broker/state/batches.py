@@ -85,7 +85,7 @@ def _choose(state: State, step: int) -> bool:
     state.steps[step] = StepRecord(step=step, version=version, groups=names, max_staleness=bound)
     state.changed("steps", step)
     for group in chosen:
-        group.step = step
+        state.groups.choose(group, step)
         transitions.apply_transition(state, group, "assigned")
     if state.rules.over_sampling:  # groups in flight that can be in no batch any more
         staleness.end_stale_leases(state, state.next_unassigned, "surplus")
@@ -181,6 +181,38 @@ def step_row(state: State, record: StepRecord, groups: list[Group], lags: list[i
         "wasted_groups": sum(num_groups for num_groups, _ in state.meta.waste.values()),
         "wasted_tokens": sum(num_tokens for _, num_tokens in state.meta.waste.values()),
     }
+
+
+def accept_trained(state: State, before: int, reason: str) -> int:
+    """The chosen steps before this one that are not committed are trained all the same; how many they are."""
+    records = [record for step, record in state.steps.items() if state.meta.next_step <= step < before]
+    for record in records:
+        record.is_committed = True
+        state.changed("steps", record.step)
+        for group in state.groups_of(record, ASSIGNED):
+            transitions.apply_transition(state, group, "trained", reason)
+    return len(records)
+
+
+def begin_at(state: State, step: int) -> None:
+    """The steps before this one are trained, and none later."""
+    state.meta.next_step, state.meta.oldest_kept_step = step, min(state.meta.oldest_kept_step, step)
+    state.fetched_steps.clear()
+    while state.recent and state.recent[-1]["step"] >= step:
+        state.recent.pop()
+
+
+def recover_step(state: State, key: str) -> None:
+    """The record of a step is lost: it is made again from its groups, where it has some."""
+    groups = [g for g in state.groups.by_id.values() if g.phase in (ASSIGNED, COMMITTED) and str(g.step) == key]
+    if groups:
+        step, names = groups[0].step, [g.id for g in sorted(groups, key=lambda g: g.lease.id)]
+        record = StepRecord(step=step, version=state.version_of(step), groups=names, max_staleness=state.rules.max_staleness)
+        if groups[0].phase == COMMITTED:
+            record.is_committed, record.size_bytes = True, sum(g.size_bytes for g in groups)
+        state.steps[step] = record
+        state.fetched_steps[step] = state.now
+        state.changed("steps", step)
 
 
 def reopen(state: State, first: int, reason: str, *phases: Phase) -> None:

@@ -1,5 +1,6 @@
 """The state that every decision reads and changes, and how changes become effects."""
 
+import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,14 +10,14 @@ import msgspec
 from broker.state.effects import Address, Bulk, Effect, Note, Notify, Record, Reply, StepHistory, Table, Write
 from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, WITH_SAMPLES, Group, Groups, Phase, field_key
 from broker.state.lease_table import LeaseTable
-from broker.state.prompt_source import GroupResult, PromptSource, StatefulSource
+from broker.state.prompt_source import PromptSource, StatefulSource
 from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, Pace, PushRecord, StepRecord
 from broker.state.rules import Rules
 from broker.state.timers import Key, Timers
 from broker.state.waiting import WaitingRequests
 from slimebus.bus.envelope import one_line
-from slimebus.bus.errors import SlimebusError
-from slimebus.bus.messages import NO_VERSION, Batch, Evaluate, Hint, Lease, Message, Read
+from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.bus.messages import Batch, Evaluate, Hint, Lease, Message, Read
 
 MAX_REASONS = 256
 MAX_REASON_CHARS = 64
@@ -38,10 +39,13 @@ class BrokenState(Exception):
 class State:
     """Everything the broker knows. Changed by the functions of this package only; `flush` turns changes into effects."""
 
-    def __init__(self, rules: Rules, source: PromptSource, run: str, buffer_filter: BufferFilter | None = None) -> None:
+    def __init__(
+        self, rules: Rules, source: PromptSource, run: str, buffer_filter: BufferFilter | None = None, *,
+        hints: str = "", max_message_bytes: int = 0, first_id: int = 1,
+    ) -> None:  # fmt: skip
         self.rules, self.source, self.buffer_filter = rules, source, buffer_filter
         self.now = 0.0
-        self.meta = Meta(run=run, fingerprint=source.fingerprint)
+        self.meta = Meta(run=run, fingerprint=source.fingerprint, next_epoch=first_id, next_lease=first_id)
         self.groups = Groups()
         self.groups.required = frozenset(rules.required_fields)
         self.ended: dict[Phase, dict[str, Group]] = {DROPPED: {}, DEAD: {}}
@@ -68,14 +72,16 @@ class State:
         """Training group in play -> the phases it came into since this process began, and when."""
         self.served_changes = 0
         self.pace = Pace()
-        self.stale_removed_at: tuple[int, float] | None = None
+        self.stale_removed_at: tuple[str, int, float] | None = None
         self.finish_is_announced, self.finish_is_confirmed = False, True
         self.members_at_restart: set[tuple[str, str]] = set()
         self.had_members = False
+        self.num_joined = self.num_trainers_joined = 0
+        self.last_trainer, self.trainer_left_at = "", math.inf
         self.bound_hits: Counter[str] = Counter()
         self.differing: dict[str, int] = {}
         """Settings other than the run's, and how many that joined since this process began had them."""
-        self.max_message_bytes, self.hints_address, self.store_problem = 0, "", ""
+        self.max_message_bytes, self.hints_address, self.store_problem = max_message_bytes, hints, ""
         self.lost_peers: Collection[bytes] = ()
         """Of the processes that a hello of this burst asks to replace, those without a connection."""
         self._saved_meta = b""
@@ -84,7 +90,9 @@ class State:
         self._changed: dict[tuple[Table, str | int], None] = {}
 
     def restore(self, records: Mapping[str, Sequence[Any]]) -> None:
-        """Take up what was stored."""
+        """Take up what was stored. Raises UsageError for that of another run or other data."""
+        for meta in records["meta"]:
+            self._restore_meta(meta)
         for group in records["groups"]:
             self.groups.add(group)
         for group in sorted(records["ended"], key=lambda group: group.ended):
@@ -96,6 +104,23 @@ class State:
         if self.stateful is not None:
             for kept in records["source"]:
                 self.stateful.restore(kept)
+
+    def _restore_meta(self, meta: Meta) -> None:
+        new = self.meta
+        if meta.run != new.run:
+            raise UsageError(f"the store holds run {meta.run!r}, not {new.run!r}; use another run directory")
+        if meta.fingerprint != new.fingerprint and meta.cursor:
+            what = f"the prompt data changed since this run began: it was {meta.fingerprint}, it is {new.fingerprint}"
+            raise UsageError(f"{what}; continue with the same data or start in a new run directory", code="data")
+        goes_on = (self.rules.num_steps or 0) > meta.finished_num_steps  # a worker that joins before the trainer is to wait for it
+        self.meta = msgspec.structs.replace(
+            meta,
+            fingerprint=new.fingerprint,
+            source_ended=False,
+            finishing=meta.finishing and not goes_on,
+            next_epoch=max(new.next_epoch, meta.next_epoch),  # a power cut may have taken the last ones that were given
+            next_lease=max(new.next_lease, meta.next_lease),
+        )
 
     # --- effects ---
 
@@ -189,9 +214,8 @@ class State:
     def move(self, group: Group, phase: Phase, reason: str) -> None:
         """Change a group's state, counted by reason."""
         was = group.phase
-        self.groups.move(group, phase)
+        self.groups.move(group, phase, reason[:MAX_REASON_CHARS])
         self._record_phase(group)
-        group.reason = reason[:MAX_REASON_CHARS]
         self.tally(self.meta.moves, f"{_kind_prefix(group)}{was}>{phase} {reason}")
         if was == LEASED:
             self.leases.end(group)
@@ -235,16 +259,28 @@ class State:
             del records[oldest]
             self.changed(table, oldest)
 
+    def end(self, group: Group, reason: str) -> None:
+        """Take a group that is dropped or dead out of play; its record is kept."""
+        self.meta.next_ended += 1
+        self.groups.end(group, reason[:MAX_ENDED_REASON_CHARS], self.meta.next_ended)
+        self.keep_ended(group)
+
     def keep_ended(self, group: Group) -> None:
-        """List a group that has ended; of more than MAX_ENDED that ended like it the oldest is listed no more."""
+        """List a group that has ended; of more than MAX_ENDED that ended like it the oldest is listed no more, and still counted."""
         self.ended[group.phase][group.id] = group
+        self.tally(self.meta.ended, group.phase)
         self.changed("ended", group.id)
         if len(self.ended[group.phase]) > MAX_ENDED:
-            self.forget_ended(next(iter(self.ended[group.phase].values())))
+            self._unlist(next(iter(self.ended[group.phase].values())))
             self.tally(self.meta.counted, f"{group.phase} groups listed no more")
 
     def forget_ended(self, group: Group) -> None:
-        """Let go of a group that has ended; its prompt goes too, unless it is in play again."""
+        """A group that has ended is in play again, or counts as nothing any more."""
+        self.meta.ended[group.phase] -= 1
+        self._unlist(group)
+
+    def _unlist(self, group: Group) -> None:
+        """The prompt goes too, unless it is in play again."""
         del self.ended[group.phase][group.id]
         self.changed("ended", group.id)
         if group.id not in self.groups.by_id:
@@ -260,16 +296,18 @@ class State:
             return
         self.count_waste(reason, 1, group.num_tokens)
         self.delete_samples(group)
-        group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = group.steps_behind = 0
-        group.oldest_version = group.newest_version = NO_VERSION
 
     def delete_samples(self, group: Group) -> None:
         """Remove a group's stored samples and fields."""
         self.delete("payloads", group.id)
         for name in group.late_names:
             self.delete("fields", field_key(group.id, name))
-        self.groups.unindex(group)
-        group.lengths, group.fields, group.late = [], [], []
+        self.groups.forget_samples(group)
+
+    def make_readable(self, group: Group) -> None:
+        """The samples of a group were accepted: consumers find it behind all others."""
+        self.groups.index_for_consumers(group, self.meta.next_read_position)
+        self.meta.next_read_position += 1
 
     def waste_partial(self, group: Group, reason: str) -> None:
         """Let go of the partial of a group, where it has one; it is wasted."""
@@ -280,20 +318,8 @@ class State:
     def delete_partial(self, group: Group) -> None:
         """Remove what a leaving worker had made of a group."""
         self.delete("partials", group.id)
-        group.partial = NO_PARTIAL
+        self.groups.keep_partial(group, NO_PARTIAL)
         self.changed("groups", group.id)
-
-    def report_outcome(self, group: Group, outcome: str, reason: str) -> None:
-        """Have a stateful source know what became of a group that it gave: each attempt once, and each end."""
-        if self.stateful is None or not group.id.startswith("hook/"):
-            return
-        if group.reported_lease == group.lease.id and outcome in ("trained", "requeued"):
-            return
-        group.reported_lease = group.lease.id
-        reason, step = ("", group.step) if outcome == "trained" else (reason[:MAX_REASON_CHARS], -1)
-        lease, rewards = group.lease.id, group.rewards
-        self.stateful.feedback(GroupResult(id=group.id, attempt=lease, outcome=outcome, reason=reason, rewards=rewards, step=step))
-        self.meta.source_ended, self.source_rests_until = False, 0.0  # it may have something now
 
     # --- what always holds ---
 
@@ -326,6 +352,10 @@ class State:
         for table in (self.waiting_leases, self.waiting_batches, self.waiting_reads, self.waiting_evaluations):
             yield from ((table.name, key) for key in table)
         yield from (("client", name) for name in self.clients)
+
+    def set_pace(self, step: int, version: int) -> None:
+        """From this step, which trains this version, on, versions follow the publish interval."""
+        self.meta.pace_step, self.meta.pace_version = step, version
 
     # --- questions ---
 
@@ -377,6 +407,10 @@ class State:
         """True once the trainer has finished. A broker that was restarted believes it when a worker or trainer from before speaks, or when
         all of them stay silent and no trainer joins: no process of a run that goes on may leave before its trainer has joined."""
         return self.meta.finishing and self.finish_is_confirmed
+
+    def confirm_finish(self, *, is_certain: bool = True) -> None:
+        """What is known of the finish holds; or, after a restart, it is not certain."""
+        self.finish_is_confirmed = is_certain
 
 
 def _kind_prefix(group: Group) -> str:

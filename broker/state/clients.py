@@ -12,7 +12,11 @@ name with its first request under its own epoch, which only a living one can kno
 those of every older trainer, of any name, once a newer one resumes.
 """
 
+import itertools
+import math
 from collections.abc import Collection, Iterator
+
+import msgspec
 
 from broker.state import evaluation, transitions
 from broker.state.broker_state import State
@@ -38,11 +42,22 @@ MAX_SUCCESSORS = 8
 """Processes of one name that have said hello and nothing else."""
 TRAINER_PLACES = 8
 """For trainers alone, beside the names that may be joined: clients with a worker's key cannot keep them out."""
+LAST_SHARE = 8
+"""An eighth of the names."""
 SILENT_BEATS = 3
 RECONNECT_S = 2.0
 """Once the broker is started again, a living process is heard within this and a heartbeat: libzmq connects anew at least every second."""
 FORGET_S = 3600.0
 """A gone client is forgotten after this long; should it come back, it joins anew."""
+
+MAX_NAME_CHARS, MAX_ENGINE_CHARS = 64, 256
+"""Of a metric's name and of each text about an engine: every status has those of all clients."""
+MAX_METRICS, MAX_METRIC = 64, 1e100
+"""Of a heartbeat; NaN and larger ones are left out: JSON has no word for them, nor for their sum."""
+MAX_PLACE_CHARS = 200
+"""Of `blocked_at`: the end of a path says more than its beginning."""
+MAX_COMMANDS = 64
+"""Outcomes remembered, and commands outstanding, of a worker."""
 
 MODEL = "model.hf_checkpoint"
 WITH_EACH_LEASE = (
@@ -58,7 +73,10 @@ MAX_SETTINGS, MAX_CHARS = 64, 512
 def check_sender(state: State, event: Event) -> None:
     """Raise SlimebusError where this sender may not ask this: `wrong_run`, `fenced`, `not_joined`, `forbidden`, `role`, `not_resumed`."""
     kind = type(event.message)
-    if event.run != state.meta.run and (event.run or kind not in BEFORE_RUN_IS_KNOWN):
+    if not event.run and kind not in BEFORE_RUN_IS_KNOWN:
+        text = f"{event.sender[:64]!r} names no run; say hello first, and put the run of its answer into every header"
+        raise SlimebusError(text, code="not_joined")
+    if event.run and event.run != state.meta.run:
         text = f"{event.sender[:64]!r} names run {event.run[:64]!r}, this broker serves run {state.meta.run!r}"
         raise SlimebusError(f"{text}; give --name, or the address of its own broker", code="wrong_run")
     client = state.clients.get(event.sender) if kind in WITHOUT_HELLO else sender_of(state, event)
@@ -94,9 +112,22 @@ def sender_of(state: State, event: Event) -> Client:
 def touch(state: State, client: Client, peer: bytes = b"") -> None:
     """A sign of life, heard from `peer`."""
     if not state.finish_is_confirmed and (client.name, client.instance) in state.members_at_restart:
-        state.finish_is_confirmed = True
+        state.confirm_finish()
     client.heard_at, client.is_gone, client.peer = state.now, False, peer
     state.timers.set(("client", client.name), state.now + state.rules.client_timeout_s)
+
+
+def restart(state: State) -> None:
+    """After a restart of the broker: everyone has a full deadline, and a place is free only once its process is silent anew."""
+    state.had_members = any(not client.is_fenced for client in state.clients.values())
+    for client in state.clients.values():
+        touch(state, client)
+        client.newcomers = {}
+        for successor in client.successors:
+            successor.heard_at = state.now
+    members = [c for c in state.clients.values() if c.role in ("rollout", "trainer") and not c.is_fenced]
+    state.members_at_restart = {(c.name, c.instance) for c in members}
+    state.last_trainer = next((c.name for c in members if c.role == "trainer"), "")
 
 
 # --- joining ---
@@ -128,7 +159,8 @@ def join(state: State, event: Event, ask: m.Hello) -> Client:
                 touch(state, client, event.to.peer)
             return client
     _check_place(state, event.sender, ask)
-    _make_room(state, known, ask.role)
+    if known is None:
+        _make_room(state, ask.role, event.key)
     epoch, state.meta.next_epoch = state.meta.next_epoch, state.meta.next_epoch + 1
     client = Client(name=event.sender, role=ask.role, epoch=epoch, instance=ask.instance, key=event.key, settings=ask.settings)
     client.host, client.pid, client.release, client.heard_at = ask.host, ask.pid, one_line(ask.release[:MAX_RELEASE_CHARS]), state.now
@@ -186,15 +218,21 @@ def _check_place(state: State, name: str, ask: m.Hello) -> None:
         raise SlimebusError(text, code="name_in_doubt", retryable=True)
 
 
-def _make_room(state: State, known: Client | None, role: str) -> None:
-    """Of more names than there may be, those that are gone are forgotten first. Raises SlimebusError `busy` when all are alive."""
+def _make_room(state: State, role: str, key: str) -> None:
+    """Of more names than there may be, those that are gone are forgotten first. Raises SlimebusError `busy` when all are alive.
+
+    The last places are not for a key that has most of the others: its holder keeps nobody else out.
+    """
     most = state.rules.max_clients + (TRAINER_PLACES if role == "trainer" else 0)
-    if known is not None or len(state.clients) < most:
+    shared = most - most // LAST_SHARE if key and role != "trainer" else most
+    if len(state.clients) < shared:
         return
     for client in [c for c in state.clients.values() if c.is_gone]:
         _forget(state, client)
-    if len(state.clients) >= most:
-        raise state.busy("max_clients", f"{len(state.clients)} processes have joined")
+    mine = sum(client.key == key for client in state.clients.values()) if key else 0
+    if len(state.clients) >= most or (len(state.clients) >= shared and 2 * mine > shared):
+        whose = f", {mine} with the key {key!r}" if key else ""
+        raise state.busy("max_clients", f"{len(state.clients)} processes have joined{whose}")
 
 
 def _keep(state: State, client: Client) -> None:
@@ -208,9 +246,10 @@ def _enter(state: State, client: Client) -> None:
     _keep(state, client)
     if client.role != "client":
         state.had_members = True
-        state.pace.num_joined += client.role != "consumer"
+        state.num_joined += client.role != "consumer"
         if client.role == "trainer":
-            state.pace.trainer, state.pace.trainer_left_at, state.pace.has_stepped = client.name, None, False
+            state.last_trainer, state.trainer_left_at = client.name, math.inf
+            state.num_trainers_joined += 1
         state.note(f"{client.title} joined (epoch {client.epoch})")
         for kind, difference in differences(state, client).items():
             count = state.tally(state.differing, kind)
@@ -331,8 +370,8 @@ def _forget(state: State, client: Client) -> None:
     _end_waits(state, client)
     state.timers.cancel(("client", client.name))
     _keep(state, client)
-    if client.name == state.pace.trainer:
-        state.pace.trainer_left_at = state.now
+    if client.name == state.last_trainer:
+        state.trainer_left_at = state.now
 
 
 # --- questions ---
@@ -373,6 +412,37 @@ def note_end_told(client: Client, request: int, *, is_finished: bool) -> None:
     client.told_in = (client.told_in or request) if is_finished else 0
 
 
+# --- what a client says of itself, and what it has to do ---
+
+
+def take_report(client: Client, beat: m.Heartbeat) -> None:
+    """How a client is and what its engines do, cut to what every status may hold of it."""
+    client.state = one_line(beat.state[:64])
+    metrics = itertools.islice(((name, value) for name, value in beat.metrics.items() if len(name) <= MAX_NAME_CHARS), MAX_METRICS)
+    client.metrics = {name: value for name, value in metrics if abs(value) <= MAX_METRIC}
+    client.engines = [msgspec.structs.replace(one, **_bounded(one)) for one in beat.engines]
+    client.blocked_s, client.blocked_at = beat.blocked_s, one_line(beat.blocked_at[-MAX_PLACE_CHARS:])
+
+
+def _bounded(engine: m.EngineReport) -> dict[str, str]:
+    return {name: one_line(getattr(engine, name)[:MAX_ENGINE_CHARS]) for name in ("url", "model", "state")}
+
+
+def order(client: Client, ask: m.Command) -> None:
+    """A worker has to do something."""
+    client.commands = {**client.commands, ask.key: ask}
+
+
+def take_outcomes(client: Client, outcomes: dict[str, m.CommandReply]) -> list[m.Command]:
+    """What became of commands; those that the worker is still to be told of, or is at."""
+    if outcomes:
+        for one in outcomes.values():
+            one.text, one.worker = one_line(one.text), one_line(one.worker)
+        client.outcomes = dict(list({**client.outcomes, **outcomes}.items())[-MAX_COMMANDS:])
+        client.commands = {key: ask for key, ask in client.commands.items() if key not in outcomes}
+    return list(client.commands.values())
+
+
 # --- settings that the processes of a run agree on ---
 
 
@@ -399,7 +469,7 @@ def differences(state: State, client: Client) -> dict[str, str]:
         f"{key} {value}": f"{key}: {client.name} has {value}, the run has {ours[key]}; {_which_holds(key, client)}"
         for key, value in differing.items()
     }
-    return found | dict(_other_models(state, client))
+    return {kind: one_line(sentence) for kind, sentence in (*found.items(), *_other_models(state, client))}
 
 
 def _which_holds(key: str, client: Client) -> str:
@@ -408,7 +478,7 @@ def _which_holds(key: str, client: Client) -> str:
 
 def _other_models(state: State, client: Client) -> Iterator[tuple[str, str]]:
     """Between the trainer and each worker: the broker itself has no model."""
-    mine, trainer = client.settings.get(MODEL), state.clients.get(state.pace.trainer)
+    mine, trainer = client.settings.get(MODEL), state.clients.get(state.last_trainer)
     for other in state.clients.values() if client.role == "trainer" else [trainer] if trainer else []:  # thousands of workers may join
         theirs = other.settings.get(MODEL)
         is_peer = {client.role, other.role} == {"trainer", "rollout"} and not other.is_gone and not other.is_fenced

@@ -228,9 +228,7 @@ def _add(state: State, group: Group, late: list[LateField], name: str) -> None:
         if field.name in consumer.fields or len(consumer.fields) < MAX_NAMES:
             consumer.fields[field.name] = consumer.fields.get(field.name, 0) + 1
     state.changed("consumers", name)
-    group.late = [*group.late, *late]
-    group.size_bytes += sum(field.size_bytes for field in late)
-    state.groups.fields_added(group)
+    state.groups.add_fields(group, late)
     state.tally(state.meta.counted, "late fields", len(late))
     state.changed("groups", group.id)
 

@@ -10,8 +10,8 @@ import msgspec
 from broker.state import batches, evaluation, prompts, transitions
 from broker.state.broker_state import MAX_REASON_CHARS, State
 from broker.state.effects import Event, Table
-from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, READY, Group
-from broker.state.records import ROWS, StepRecord
+from broker.state.groups import ASSIGNED, COMMITTED, EVAL, LEASED, QUEUED, READY, Group
+from broker.state.records import ROWS
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import Ok, Reject
 
@@ -42,7 +42,7 @@ def recover_rows(state: State, lost: list[tuple[Table, str, str]]) -> None:
         # written again where it is made again, else deleted
         state.changed(table, int(key) if table == "steps" and key.isdecimal() else key)
         if table == "steps":
-            _make_step_again(state, key)
+            batches.recover_step(state, key)
         elif table == "groups":
             _lose_group(state, key)
         elif table == "ended" and key not in state.groups.by_id:
@@ -51,29 +51,16 @@ def recover_rows(state: State, lost: list[tuple[Table, str, str]]) -> None:
         state.retire(group, "its evaluation is damaged")
 
 
-def _make_step_again(state: State, key: str) -> None:
-    groups = [g for g in state.groups.by_id.values() if g.phase in (ASSIGNED, COMMITTED) and str(g.step) == key]
-    if groups:
-        step, names = groups[0].step, [g.id for g in sorted(groups, key=lambda g: g.lease.id)]
-        record = StepRecord(step=step, version=state.version_of(step), groups=names, max_staleness=state.rules.max_staleness)
-        if groups[0].phase == COMMITTED:
-            record.is_committed, record.size_bytes = True, sum(g.size_bytes for g in groups)
-        state.steps[step] = record
-        state.fetched_steps[step] = state.now
-        state.changed("steps", step)
-
-
 def _lose_group(state: State, group_id: str) -> None:
     """A group of a step stays in it, so that the step can be committed: a trainer that fetches it finds its samples damaged."""
     if group_id.startswith("eval/"):
         evaluation.recover_group(state, group_id, LOST_ROW)
     elif state.find_ended(group_id) is None:
         prompt = prompts.find(state, group_id)
-        group = Group(id=group_id, position=prompt.position if prompt is not None else 0)
         record = next((record for record in state.steps.values() if group_id in record.groups), None)
-        if record is not None:
-            group.phase, group.step = COMMITTED if record.is_committed else ASSIGNED, record.step
-        else:
+        phase = QUEUED if record is None else COMMITTED if record.is_committed else ASSIGNED
+        group = Group(id=group_id, position=prompt.position if prompt else 0, phase=phase, step=record.step if record else -1)
+        if record is None:
             state.delete("payloads", group_id)
         state.delete("partials", group_id)
         state.enter(group, f"lost>{group.phase} {LOST_ROW}")
@@ -144,5 +131,5 @@ def _reject(state: State, group: Group, reason: str) -> None:
 def choose_anew(state: State, step: int) -> None:
     """The groups of a step that is not committed, and of later ones, are ready again; no step: nothing."""
     if step in state.steps and not state.steps[step].is_committed:
-        state.meta.pace_step, state.meta.pace_version = step, state.version_of(step)  # the version it trains stays what was said
+        state.set_pace(step, state.version_of(step))  # the version it trains stays what was said
         batches.reopen(state, step, "its step is chosen anew", ASSIGNED)

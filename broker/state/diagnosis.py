@@ -1,5 +1,6 @@
 """What each process waits for, in one line each."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -25,7 +26,7 @@ def cause(state: State) -> Cause:
     if state.is_finishing:
         return _with_oldest_lease(state, end_cause(state))
     if trainer is None:
-        return Cause("trainer", [state.pace.trainer] if state.pace.trainer else [], _no_trainer(state))
+        return Cause("trainer", [state.last_trainer] if state.last_trainer else [], _no_trainer(state))
     if trainer.is_gone or is_silent(state, trainer):
         text = f"{trainer.title} has been silent for {state.now - trainer.heard_at:.0f} s; it {_doing(state)}"
     elif not meta.lineage:
@@ -40,11 +41,10 @@ def cause(state: State) -> Cause:
 
 
 def _no_trainer(state: State) -> str:
-    pace = state.pace
-    if not pace.trainer:
+    if not state.last_trainer:
         return f"no trainer has joined; {_workers(state)} for one"
-    ago = f" {state.now - pace.trainer_left_at:.0f} s ago" if pace.trainer_left_at is not None else ""
-    return f"no trainer takes part: {pace.trainer} left{ago}; step {state.meta.next_step} is next and {_workers(state)} for it"
+    ago = f" {state.now - state.trainer_left_at:.0f} s ago" if state.trainer_left_at < math.inf else ""
+    return f"no trainer takes part: {state.last_trainer} left{ago}; step {state.meta.next_step} is next and {_workers(state)} for it"
 
 
 def _workers(state: State) -> str:

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from broker.state import damage, evaluation, leases, prompts, staleness, transitions
 from broker.state.broker_state import State
 from broker.state.effects import Event
-from broker.state.groups import COMMITTED, DEAD, DROPPED, EVAL, READY, Group, LeaseRecord
-from broker.state.partials import version_range
+from broker.state.groups import COMMITTED, DROPPED, EVAL, READY, Group, LeaseRecord, version_range
 from slimebus.bus.errors import DataError, ProtocolError, SlimebusError
 from slimebus.bus.messages import MAX_GROUP_BYTES, NO_VERSION, Edit, EditReply, Import
 from slimebus.bus.sample_table import BadSamples, CheckedGroup, check_group
@@ -45,7 +46,7 @@ def _drop(state: State, name: str, reason: str) -> str:
         evaluation.give_up_group(state, group, why)
         return "given up; its samples count as failed"
     if group.phase == COMMITTED or step in state.fetched_steps:
-        group.drop_reason = why
+        state.groups.drop_later(group, why)
         state.changed("groups", name)
         return f"step {step} has its samples: it is dropped if the trainer goes back before that step, or rejects it"
     transitions.apply_transition(state, group, "dropped", why)
@@ -57,12 +58,9 @@ def _drop_ended(state: State, name: str) -> str:
     group = _ended(state, name)
     if group.phase == DROPPED:
         return "dropped already"
-    state.meta.ended[DEAD] -= 1
-    state.tally(state.meta.ended, DROPPED)
     state.tally(state.meta.moves, "dead>dropped by hand")
     state.forget_ended(group)
-    group.phase = DROPPED
-    state.keep_ended(group)
+    state.keep_ended(msgspec.structs.replace(group, phase=DROPPED))
     return "dropped"
 
 
@@ -86,7 +84,6 @@ def _replay(state: State, name: str) -> str:
         if prompt is None:
             raise _CannotBe("its prompt was not kept, and the source does not give it")
         state.save("prompts", name, prompt.record)
-    state.meta.ended[ended.phase] -= 1
     state.enter(Group(id=name, position=ended.position, reason=REPLAYED), f"{ended.phase}>queued replayed")
     state.forget_ended(ended)
     return "queued"
@@ -104,12 +101,17 @@ def import_group(state: State, event: Event, ask: Import) -> None:
         return
     if state.meta.finishing:
         raise SlimebusError(f"import: {FINISHED}", code="finished")
-    group = Group(id=ask.group, position=prompts.FIRST_POSITION[prompts.IMPORT], reason="imported")
-    state.save("prompts", group.id, bytes(event.bulk[0]))
+    state.save("prompts", ask.group, bytes(event.bulk[0]))
     why = _why_without(state, ask, made) if made else ""
+    group = Group(id=ask.group, position=prompts.FIRST_POSITION[prompts.IMPORT], reason="imported")
     if made and not why:
-        _make_ready(state, group, ask, made)
+        lease = LeaseRecord(leases.next_number(state), lineage=ask.lineage)
+        group = msgspec.structs.replace(group, phase=READY, lease=lease, put_lease=lease.id)
+        state.groups.describe(group, made, 0)
+        state.save("payloads", group.id, made.frames)
     state.enter(group, f"import>{group.phase}")
+    if group.phase == READY:
+        state.make_readable(group)
     state.note(f"{event.who}: import of group {group.id}: {group.phase}")
     state.reply(event.to, EditReply(done={ask.group: f"{group.phase}{f': {why}' if why else ''}"}))
 
@@ -138,13 +140,3 @@ def _why_without(state: State, ask: Import, made: CheckedGroup) -> str:
     if staleness.is_stale(state, Group(id="", position=0, oldest_version=oldest), state.next_unassigned):
         return f"its samples of version {oldest} are too stale"
     return ""
-
-
-def _make_ready(state: State, group: Group, ask: Import, made: CheckedGroup) -> None:
-    group.lease = LeaseRecord(state.meta.next_lease, lineage=ask.lineage)
-    group.put_lease = group.lease.id
-    state.meta.next_lease += 1
-    leases.describe(group, made)
-    group.phase, group.read_position = READY, state.meta.next_read_position
-    state.meta.next_read_position += 1
-    state.save("payloads", group.id, made.frames)

@@ -19,12 +19,31 @@ UNSERVED = "no worker serves its version"
 
 def finish(state: State, event: Event, ask: Finish) -> None:
     """The last step is trained; workers leave once the last evaluation is done."""
-    state.finish_is_confirmed = True
+    state.confirm_finish()
     if not state.meta.finishing:
         state.meta.finishing, state.meta.finished_num_steps = True, state.rules.num_steps or 0
         evaluation.start_automatic(state)
         state.note(f"the trainer has finished{': ' + ask.reason if ask.reason else ''}")
     state.reply(event.to, Ok())
+
+
+def reopen(state: State) -> None:
+    """A trainer begins or goes on."""
+    state.meta.finishing = state.finish_is_announced = False
+
+
+def is_news(state: State) -> bool:
+    """True once, when the run is finished: everyone hears it."""
+    is_new = state.is_finished and not state.finish_is_announced
+    state.finish_is_announced |= is_new
+    return is_new
+
+
+def doubt(state: State) -> None:
+    """After a restart: a finished run may be given a trainer that goes on."""
+    if state.meta.finishing:
+        state.confirm_finish(is_certain=False)
+        state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)
 
 
 def is_over(state: State) -> bool:
@@ -35,12 +54,12 @@ def is_over(state: State) -> bool:
 def confirm_finish(state: State) -> None:
     """After a restart of the broker nobody from before has spoken for a while: they are gone, and no trainer has come to go on."""
     before = state.members_at_restart
-    if not state.meta.finishing or state.finish_is_confirmed or not before:
+    if not state.meta.finishing or state.finish_is_confirmed or not state.had_members:
         return
     if any(c.role == "trainer" and is_present(c) and (c.name, c.instance) not in before for c in state.clients.values()):
         state.timers.set(("finish", None), state.now + state.rules.client_timeout_s)
     else:
-        state.finish_is_confirmed = True
+        state.confirm_finish()
 
 
 def watch_evaluations(state: State) -> None:

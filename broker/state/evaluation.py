@@ -10,8 +10,7 @@ import msgspec
 from broker.state import transitions
 from broker.state.broker_state import State
 from broker.state.effects import Address, Event, Inline
-from broker.state.groups import DEAD, EVAL, Group
-from broker.state.partials import version_range
+from broker.state.groups import DEAD, EVAL, Group, version_range
 from broker.state.records import Evaluation, Tally
 from slimebus.bus.envelope import check_name
 from slimebus.bus.errors import SlimebusError

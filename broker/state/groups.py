@@ -6,14 +6,16 @@
                          |        |                    DROPPED(reason), DEAD(reason): ended, listed, counted
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
 from sortedcontainers import SortedKeyList
 
 from slimebus.bus.messages import NO_VERSION
+from slimebus.bus.sample_table import CheckedGroup, SampleFacts
 
 Phase = Literal["queued", "leased", "ready", "assigned", "committed", "dropped", "dead"]
 QUEUED: Phase = "queued"
@@ -60,7 +62,7 @@ class LeaseRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Samples that a leaving worker had not finished (broker/state/partials.py); sizes and versions as in Group."""
+    """Samples that a leaving worker had not finished (leases.py); sizes and versions as in Group."""
 
     num_frames: int = 0
     num_tokens: int = 0
@@ -125,6 +127,22 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         return [field.name for field in self.late]
 
 
+def version_range(samples: Sequence[SampleFacts]) -> tuple[int, int]:
+    """The oldest version over the trainable tokens of some samples and the newest over all of them; NO_VERSION where there is none."""
+    oldest = min((s.oldest_version for s in samples if s.oldest_version != NO_VERSION), default=NO_VERSION)
+    return oldest, max((s.newest_version for s in samples), default=NO_VERSION)
+
+
+def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
+    """Mean and (population) standard deviation; (0, 0) of nothing, and exactly 0 for equal rewards. Rewards within +-MAX_REWARD."""
+    if not rewards:
+        return 0.0, 0.0
+    mean = math.fsum(rewards) / len(rewards)
+    if min(rewards) == max(rewards):
+        return mean, 0.0
+    return mean, math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
+
+
 class WorkerLeases(msgspec.Struct):
     """The leases of one worker. `unconfirmed`: those that no heartbeat of it has named yet, each with its own deadline."""
 
@@ -134,7 +152,7 @@ class WorkerLeases(msgspec.Struct):
 
 
 class Groups:
-    """Every group in play, found by id, lease, or state. Changes of state go through `move` alone.
+    """Every group in play, found by id, lease, or state. What changes of a group changes here alone; its phase only by `move`.
 
     ready: those that may be batched, by lease; ready_tokens: of all these. awaiting_fields: ready ones that lack a field of `required`.
     by_read_position: every group with samples, by the position at which consumers read it; readable_changes rises when there may be more
@@ -167,11 +185,58 @@ class Groups:
         self.unindex(group)
         del self.by_id[group.id]
 
-    def move(self, group: Group, phase: Phase) -> None:
+    def move(self, group: Group, phase: Phase, reason: str) -> None:
         """Change state."""
         self._leave(group)
-        group.phase = phase
+        group.phase, group.reason = phase, reason
+        if phase == QUEUED:
+            group.step, group.rewards = -1, []
+        elif phase == READY:
+            group.step, group.losses = -1, 0
         self._enter(group)
+
+    def end(self, group: Group, reason: str, number: int) -> None:
+        """Let go of a group that has ended; `number` orders those."""
+        self.remove(group)
+        group.reason, group.ended = reason, number
+
+    def lease(self, group: Group, lease: LeaseRecord) -> None:
+        """A queued group is to be leased, or a leased one recalled."""
+        group.lease = lease
+
+    def unconfirm(self, lease: int) -> None:
+        """A worker has not named a lease."""
+        self.by_worker[self.by_lease[lease].lease.worker].unconfirmed.add(lease)
+
+    def confirm(self, lease: int) -> None:
+        """A worker names a lease."""
+        self.by_worker[self.by_lease[lease].lease.worker].unconfirmed.discard(lease)
+
+    def choose(self, group: Group, step: int) -> None:
+        """A ready group is to be trained in a step."""
+        group.step = step
+
+    def count_up(self, group: Group, counter: str) -> int:
+        """Raise `failures`, `losses` or `times_stale`; its new value."""
+        count: int = getattr(group, counter) + 1
+        setattr(group, counter, count)
+        return count
+
+    def drop_later(self, group: Group, reason: str) -> None:
+        """Drop a group once the trainer does not have it any more."""
+        group.drop_reason = reason
+
+    def note_rewards(self, group: Group, rewards: list[float | None]) -> None:
+        """What a stateful source is to know of an attempt."""
+        group.rewards = rewards
+
+    def note_report(self, group: Group) -> None:
+        """A stateful source knows what became of the present attempt."""
+        group.reported_lease = group.lease.id
+
+    def keep_partial(self, group: Group, partial: Partial) -> None:
+        """What a leaving worker had made of a group, in place of what there was."""
+        group.partial = partial
 
     def count(self, phase: Phase, kind: str = TRAIN) -> int:
         """How many groups of a kind are in a state."""
@@ -221,8 +286,32 @@ class Groups:
             self.readable_changes += 1
             group.read_position = 0
 
-    def fields_added(self, group: Group) -> None:
-        """A group got more fields: it may be batched once it has all that are required."""
+    def note_put(self, group: Group) -> None:
+        """Samples of the present attempt have come."""
+        group.put_lease = group.lease.id
+
+    def describe(self, group: Group, made: CheckedGroup, steps_behind: int) -> None:
+        """Note what the broker must know of the samples of a group; failed ones are only counted."""
+        good = [s for s in made.samples if not s.has_failed]
+        group.num_samples, group.num_failed = len(good), len(made.samples) - len(good)
+        group.num_tokens = sum(s.num_tokens for s in good)
+        group.lengths, group.fields = made.table.num_tokens, made.extras
+        group.num_frames, group.size_bytes = len(made.frames), made.size_bytes
+        group.oldest_version, group.newest_version = version_range(good)
+        group.reward_mean, group.reward_std = mean_and_deviation([s.reward or 0.0 for s in good])
+        group.steps_behind = steps_behind
+
+    def forget_samples(self, group: Group) -> None:
+        """The samples of a group are gone."""
+        self.unindex(group)
+        group.num_samples = group.num_tokens = group.num_frames = group.size_bytes = group.num_failed = group.steps_behind = 0
+        group.oldest_version = group.newest_version = NO_VERSION
+        group.lengths, group.fields, group.late = [], [], []
+
+    def add_fields(self, group: Group, late: Sequence[LateField]) -> None:
+        """A group gets more fields: it may be batched once it has all that are required."""
+        group.late = [*group.late, *late]
+        group.size_bytes += sum(field.size_bytes for field in late)
         self.readable_changes += 1
         if group.id in self.awaiting_fields and not self._lacks_field(group):
             del self.awaiting_fields[group.id]

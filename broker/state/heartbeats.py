@@ -3,58 +3,37 @@
 A command is kept until a heartbeat of its worker tells what became of it. A broker that restarts is asked again.
 """
 
-import itertools
 from collections.abc import Collection
 
-import msgspec
-
 from broker.state.broker_state import State
-from broker.state.clients import note_end_told, set_serving
+from broker.state.clients import MAX_COMMANDS, note_end_told, order, set_serving, take_outcomes, take_report
 from broker.state.effects import Event
 from broker.state.groups import WorkerLeases
 from broker.state.records import Client
 from slimebus.bus import messages as m
-from slimebus.bus.envelope import one_line
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import LEASE_SUM_MODULUS
-
-MAX_NAME_CHARS, MAX_ENGINE_CHARS = 64, 256
-"""Of a metric's name and of each text about an engine: every status has those of all clients."""
-MAX_METRICS, MAX_METRIC = 64, 1e100
-"""Of a heartbeat; NaN and larger ones are left out: JSON has no word for them, nor for their sum."""
-MAX_PLACE_CHARS = 200
-"""Of `blocked_at`: the end of a path says more than its beginning."""
-MAX_COMMANDS = 64
-"""Outcomes remembered, and commands outstanding, of a worker."""
 
 
 def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     """Extend the leases of a client that agrees on which they are, ask one that does not for its list, and answer with the truth."""
     client = state.clients[event.sender]
-    client.state = one_line(beat.state[:64])
-    metrics = itertools.islice(((name, value) for name, value in beat.metrics.items() if len(name) <= MAX_NAME_CHARS), MAX_METRICS)
-    client.metrics = {name: value for name, value in metrics if abs(value) <= MAX_METRIC}
+    take_report(client, beat)
     set_serving(state, client, beat.lineage, beat.serving)
-    client.engines = [msgspec.structs.replace(one, **_bounded(one)) for one in beat.engines]
     note_end_told(client, event.to.request, is_finished=state.is_finished)
-    client.blocked_s, client.blocked_at = beat.blocked_s, one_line(beat.blocked_at[-MAX_PLACE_CHARS:])
     outstanding = take_outcomes(client, beat.outcomes)
     reply = m.HeartbeatReply(**state.meta.newest(), finished=state.is_finished, hints=state.hints_address, commands=outstanding)
     leases = state.groups.by_worker.get(client.name) or WorkerLeases()
     if beat.leases is not None:
         _compare(state, client, leases, beat.leases, reply)
     elif _are(leases.groups, beat):
-        state.leases.confirm(client.name, list(leases.unconfirmed))
+        state.leases.confirm(list(leases.unconfirmed))
     else:
         reply.list_leases = not _are(leases.groups.keys() - leases.unconfirmed, beat)
     reply.recalled = [lease for lease, group in leases.groups.items() if group.lease.is_recalled]
     if not reply.list_leases:
         state.leases.extend(client.name, state.now + state.rules.lease_s)
     state.reply(event.to, reply)
-
-
-def _bounded(engine: m.EngineReport) -> dict[str, str]:
-    return {name: one_line(getattr(engine, name)[:MAX_ENGINE_CHARS]) for name in ("url", "model", "state")}
 
 
 def _are(leases: Collection[int], beat: m.Heartbeat) -> bool:
@@ -65,8 +44,8 @@ def _are(leases: Collection[int], beat: m.Heartbeat) -> bool:
 def _compare(state: State, client: Client, leases: WorkerLeases, listed: Collection[int], reply: m.HeartbeatReply) -> None:
     """Take a client's own list: what it lacks ends unless a later heartbeat names it; the answer lists what it holds no more."""
     named = set(listed)
-    state.leases.confirm(client.name, leases.unconfirmed & named)
-    state.leases.unconfirm(client.name, leases.groups.keys() - leases.unconfirmed - named, state.now + state.rules.lease_s)
+    state.leases.confirm(leases.unconfirmed & named)
+    state.leases.unconfirm(leases.groups.keys() - leases.unconfirmed - named, state.now + state.rules.lease_s)
     for lease in listed:
         if lease not in leases.groups:
             (reply.surplus if state.leases.results.get(lease) == "surplus" else reply.lost).append(lease)
@@ -82,7 +61,7 @@ def command(state: State, event: Event, ask: m.Command) -> None:
     if outcome is None and ask.key not in worker.commands:
         if len(worker.commands) >= MAX_COMMANDS:
             raise state.busy("commands", f"{worker.name} has {MAX_COMMANDS} commands to do")
-        worker.commands = {**worker.commands, ask.key: ask}
+        order(worker, ask)
         state.note(f"{worker.name} has to {ask.action} {ask.url}".rstrip())
     state.reply(event.to, outcome or m.CommandReply(worker=worker.name))
 
@@ -95,11 +74,3 @@ def _worker(state: State, ask: m.Command) -> Client:
     if ask.worker and ask.worker not in workers:
         raise SlimebusError(f"no worker {ask.worker[:64]!r} in this run; there are: {names}", code="no_worker")
     return workers[ask.worker] if ask.worker else next(iter(workers.values()))
-
-
-def take_outcomes(worker: Client, outcomes: dict[str, m.CommandReply]) -> list[m.Command]:
-    """What became of commands; those that the worker is still to be told of, or is at."""
-    if outcomes:
-        worker.outcomes = dict(list({**worker.outcomes, **outcomes}.items())[-MAX_COMMANDS:])
-        worker.commands = {key: ask for key, ask in worker.commands.items() if key not in outcomes}
-    return list(worker.commands.values())

@@ -6,19 +6,23 @@
 A lease that no heartbeat has named ends by itself; those that a worker has named live as long as it is heard.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+
+import msgspec
 
 from broker.state.groups import Group, Groups
 from broker.state.timers import Key, Timers
 
 MAX_RESULTS = 4096
+RECENT = 64
 
 
 class LeaseTable:
     """The deadlines of the leases of `groups`, with the verbs that move them. A deadline is a time of the machine's clock.
 
     held_since: lease -> when it was granted, or when this process began. results: lease -> accepted, discarded or surplus, of the last
-    ones, so that a repeat is not counted again. num_recalls: so far, for hints.
+    ones, so that a repeat is not counted again. num_recalls: so far, for hints. group_seconds: from lease to put, of the last groups.
     """
 
     def __init__(self, groups: Groups, timers: Timers) -> None:
@@ -26,6 +30,7 @@ class LeaseTable:
         self.held_since: dict[int, float] = {}
         self.results: dict[int, str] = {}
         self.num_recalls = 0
+        self.group_seconds: deque[float] = deque(maxlen=RECENT)
 
     def restart(self, now: float, deadline: float) -> None:
         """After a restart: every lease counts as named by its worker, and has until `deadline`."""
@@ -39,18 +44,18 @@ class LeaseTable:
     def grant(self, group: Group, now: float, deadline: float) -> None:
         """A worker got this group, which has its new lease."""
         self.held_since[group.lease.id] = now
-        self.unconfirm(group.lease.worker, [group.lease.id], deadline)
+        self.unconfirm([group.lease.id], deadline)
 
-    def unconfirm(self, worker: str, leases: Iterable[int], deadline: float) -> None:
-        """A worker has not named these leases: they end at `deadline` unless it does."""
+    def unconfirm(self, leases: Iterable[int], deadline: float) -> None:
+        """Their worker has not named these leases: they end at `deadline` unless it does."""
         for lease in leases:
-            self._groups.by_worker[worker].unconfirmed.add(lease)
+            self._groups.unconfirm(lease)
             self._timers.set(("unconfirmed lease", lease), deadline)
 
-    def confirm(self, worker: str, leases: Iterable[int]) -> None:
-        """A worker names these leases: from now on they live as long as its others."""
+    def confirm(self, leases: Iterable[int]) -> None:
+        """Their worker names these leases: from now on they live as long as its others."""
         for lease in leases:
-            self._groups.by_worker[worker].unconfirmed.discard(lease)
+            self._groups.confirm(lease)
             self._timers.cancel(("unconfirmed lease", lease))
 
     def extend(self, worker: str, deadline: float) -> None:
@@ -59,9 +64,10 @@ class LeaseTable:
         if leases is not None and len(leases.groups) > len(leases.unconfirmed):
             self._timers.set(("leases of", worker), deadline)
 
-    def recall(self, lease: int, deadline: float) -> None:
-        """A worker has to give a lease back until `deadline`."""
-        self._timers.set(("recalled lease", lease), deadline)
+    def recall(self, group: Group, deadline: float) -> None:
+        """A worker has to give a group back until `deadline`."""
+        self._groups.lease(group, msgspec.structs.replace(group.lease, is_recalled=True))
+        self._timers.set(("recalled lease", group.lease.id), deadline)
         self.num_recalls += 1
 
     def end(self, group: Group) -> None:
@@ -72,6 +78,10 @@ class LeaseTable:
         self.held_since.pop(lease.id, None)
         if lease.worker not in self._groups.by_worker:
             self._timers.cancel(("leases of", lease.worker))
+
+    def note_put(self, group: Group, now: float) -> None:
+        """A group that is leased was put."""
+        self.group_seconds.append(now - self.held_since[group.lease.id])
 
     def remember(self, lease: int, result: str) -> None:
         """Keep what became of a lease; of more than MAX_RESULTS the oldest is forgotten."""

@@ -6,15 +6,14 @@ dealt one group at a time around the waiting requests, the one that waits longes
 
 import math
 from collections import deque
-from collections.abc import Sequence
 
 import msgspec
 
-from broker.state import admission, evaluation, partials, prompts, staleness, transitions
+from broker.state import admission, evaluation, prompts, staleness, transitions
 from broker.state.broker_state import FILTERED, State
 from broker.state.clients import end_lease, is_present, set_serving
-from broker.state.effects import Address, EvalPrompt, Event, StoredPrompt
-from broker.state.groups import EVAL, LEASED, TRAIN, Group, LeaseRecord
+from broker.state.effects import Address, EvalPrompt, Event, StoredPayload, StoredPrompt
+from broker.state.groups import EVAL, LEASED, TRAIN, Group, LeaseRecord, Partial, version_range
 from broker.state.records import Client
 from broker.state.rules import Sampling
 from broker.state.waiting import Kind, Waiting
@@ -162,28 +161,42 @@ def num_samples_of(state: State, group: Group) -> int:
 
 
 def _grant(state: State, group: Group, waiting: Waiting[Lease]) -> None:
-    meta, client = state.meta, state.clients[waiting.client]
-    lineage, version = (client.lineage, client.serving) if waiting.message.needs_weights else ("", NO_VERSION)
-    group.lease = LeaseRecord(meta.next_lease, client.name, waiting.to.request, lineage, version, state.rules.samples_per_prompt)
-    meta.next_lease += 1
-    partials.offer(state, group, is_wanted=waiting.message.takes_partials)
+    client = state.clients[waiting.client]
+    made_by = (client.lineage, client.serving) if waiting.message.needs_weights else ("", NO_VERSION)
+    lease = LeaseRecord(next_number(state), client.name, waiting.to.request, *made_by, state.rules.samples_per_prompt)
+    state.groups.lease(group, lease)
+    _offer_partial(state, group, is_wanted=waiting.message.takes_partials)
     transitions.apply_transition(state, group, "leased")
     state.leases.grant(group, state.now, state.now + state.rules.lease_s)
 
 
+def next_number(state: State) -> int:
+    """A number for a lease, larger than those before."""
+    state.meta.next_lease += 1
+    return state.meta.next_lease - 1
+
+
 def _answer(state: State, to: Address, groups: list[Group]) -> None:
     records = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
-    begun = [frame for g in groups for frame in partials.frames(g)]
+    begun = [frame for g in groups for frame in _partial_frames(g)]
     state.reply(to, LeaseReply(groups=[_leased(state, g) for g in groups]), [*records, *begun])
 
 
 def _leased(state: State, group: Group) -> LeasedGroup:
     lease, num_samples = group.lease, num_samples_of(state, group)
     left_s = max(0.0, state.leases.deadline_of(group) - state.now)
-    leased = LeasedGroup(group=group.id, lease=lease.id, num_samples=num_samples, deadline_s=left_s, sampling=_sampling(state, group))
-    leased.kind, leased.dataset, leased.partial_frames = group.kind, group.dataset, group.partial.num_frames
-    leased.lineage, leased.version = lease.lineage, lease.version
-    return leased
+    return LeasedGroup(
+        group=group.id,
+        lease=lease.id,
+        num_samples=num_samples,
+        deadline_s=left_s,
+        sampling=_sampling(state, group),
+        kind=group.kind,
+        dataset=group.dataset,
+        partial_frames=group.partial.num_frames,
+        lineage=lease.lineage,
+        version=lease.version,
+    )
 
 
 def _sampling(state: State, group: Group) -> Sampling:
@@ -218,8 +231,9 @@ def put(state: State, event: Event, done: Put) -> None:
         return
     lost = _why_lost(group, event.sender, done)
     leased = None if lost else group
+    is_foreign = leased is not None and _is_foreign(leased, done.lineage)
     try:
-        made = checked(state, event, leased)
+        made = checked(state, event, None if is_foreign else leased)
     except BadSamples as bad:
         text = f"put of group {done.group[:64]} by {event.sender}: {bad.text}"
         state.note(text, is_warning=True)
@@ -231,7 +245,7 @@ def put(state: State, event: Event, done: Put) -> None:
         if before != "discarded":
             state.count_waste("put after the lease was lost", 1, num_tokens)
         reply = PutReply(result="discarded", reason=lost)
-    elif leased.lease.lineage and done.lineage != leased.lease.lineage:
+    elif is_foreign:
         lost = f"its samples are of lineage {done.lineage[:8]!r}, its lease is of {leased.lease.lineage[:8]!r}"
         state.count_waste("put of another lineage", 1, num_tokens)
         end_lease(state, leased, "failed", f"put refused: {lost}")
@@ -246,8 +260,14 @@ def _why_lost(group: Group | None, worker: str, done: Put) -> str:
     if group is None:
         return f"group {done.group[:64]} is not in play: trained, dropped, or of another run"
     if group.phase != LEASED or (group.lease.id, group.lease.worker) != (done.lease, worker):
-        return f"lease {done.lease} of group {done.group} is no longer held (now: {group.phase}, {group.reason or 'new'})"
+        now = f"lease {group.lease.id} of {group.lease.worker}" if group.phase == LEASED else f"{group.phase}, {group.reason or 'new'}"
+        return f"lease {done.lease} of group {done.group} is no longer held (now: {now})"
     return ""
+
+
+def _is_foreign(group: Group, lineage: str) -> bool:
+    """Samples of another lineage than the lease's: their versions say nothing beside the newest of this one."""
+    return group.lease.lineage not in ("", lineage)
 
 
 def checked(state: State, event: Event, group: Group | None) -> CheckedGroup:
@@ -260,7 +280,7 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     """Take samples in; why they are not kept, or nothing."""
     samples = made.samples
     good = [s for s in samples if not s.has_failed]
-    group.put_lease = group.lease.id
+    state.groups.note_put(group)
     if group.kind == EVAL:
         evaluation.score(state, group, made)
         return ""
@@ -269,25 +289,23 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     if wasted := sum(made.table.num_tokens) - sum(s.num_tokens for s in good):
         state.count_waste("failed samples", 0, wasted)
     if state.stateful is not None:
-        group.rewards = [s.reward for s in samples]
+        state.groups.note_rewards(group, [s.reward for s in samples])
     if not good:
         transitions.apply_transition(state, group, "failed", "every sample failed")
         return "every sample failed"
-    describe(group, made)
-    made_after = state.steps_behind(group.newest_version) if group.newest_version != NO_VERSION else 0
-    group.steps_behind = max(made_after, group.partial.steps_behind)
+    _, newest = version_range(good)
+    made_after = state.steps_behind(newest) if newest != NO_VERSION else 0
+    state.groups.describe(group, made, max(made_after, group.partial.steps_behind))
     _measure(state, group.num_tokens)
     if state.rules.needs_spread and group.reward_std == 0.0:
         state.count_waste(NO_SPREAD, 1, group.num_tokens)
         _drop_filtered(state, group, NO_SPREAD)
         return NO_SPREAD
     state.meta.filtered_in_a_row = 0
-    state.pace.group_seconds.append(state.now - state.leases.held_since[group.lease.id])
-    partials.used(state, group)
+    state.leases.note_put(group, state.now)
+    _used_partial(state, group)
     transitions.apply_transition(state, group, "put")
-    group.losses = 0
-    state.groups.index_for_consumers(group, state.meta.next_read_position)
-    state.meta.next_read_position += 1
+    state.make_readable(group)
     if staleness.is_stale(state, group, state.next_unassigned):
         staleness.remove_stale(state, group)
     else:
@@ -295,32 +313,16 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     return ""
 
 
-def describe(group: Group, made: CheckedGroup) -> None:
-    """Note on a group what the broker must know of its samples; failed ones are only counted."""
-    good = [s for s in made.samples if not s.has_failed]
-    group.num_samples, group.num_failed = len(good), len(made.samples) - len(good)
-    group.num_tokens = sum(s.num_tokens for s in good)
-    group.lengths, group.fields = made.table.num_tokens, made.extras
-    group.num_frames, group.size_bytes = len(made.frames), made.size_bytes
-    group.oldest_version, group.newest_version = partials.version_range(good)
-    group.reward_mean, group.reward_std = mean_and_deviation([s.reward or 0.0 for s in good])
-
-
-def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
-    """Mean and (population) standard deviation; (0, 0) of nothing, and exactly 0 for equal rewards. Rewards within +-MAX_REWARD."""
-    if not rewards:
-        return 0.0, 0.0
-    mean = math.fsum(rewards) / len(rewards)
-    if min(rewards) == max(rewards):
-        return mean, 0.0
-    return mean, math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
-
-
 def _measure(state: State, num_tokens: int) -> None:
     """Take the size of a group into the running mean of the last ones."""
     meta = state.meta
     meta.num_measured = min(meta.num_measured + 1, MEAN_OVER)
     meta.mean_tokens += (num_tokens - meta.mean_tokens) / meta.num_measured
+
+
+def forget_filtered(state: State) -> None:
+    """A trainer begins: what was filtered before does not stop it."""
+    state.meta.filtered_in_a_row = 0
 
 
 def _drop_filtered(state: State, group: Group, reason: str) -> None:
@@ -342,7 +344,8 @@ def give_back(state: State, event: Event, back: GiveBack) -> None:
         if back.num_tokens:
             state.count_waste(reason, 1, back.num_tokens)
         if state.stateful is not None and outcome in ("drop", "fail"):
-            group.rewards = [r if r is not None and math.isfinite(r) else None for r in back.rewards[:MAX_REWARDS]]
+            rewards = [r if r is not None and math.isfinite(r) else None for r in back.rewards[:MAX_REWARDS]]
+            state.groups.note_rewards(group, rewards)
         if outcome == "drop" and group.kind != EVAL:
             _drop_filtered(state, group, reason)
         else:
@@ -353,10 +356,57 @@ def give_back(state: State, event: Event, back: GiveBack) -> None:
 def _take_partial(state: State, event: Event, group: Group, back: GiveBack) -> str:
     """Keep a partial; what is wrong with it, or nothing."""
     try:
-        made = checked(state, event, group)
+        made = checked(state, event, None if _is_foreign(group, back.lineage) else group)
     except BadSamples as bad:
         state.note(f"partial of group {group.id} by {group.lease.worker}: {bad.text}", is_warning=True)
         return bad.text
     if group.kind != EVAL and back.lineage == group.lease.lineage:
-        partials.keep(state, group, made)
+        _keep_partial(state, group, made)
     return ""
+
+
+# --- partials: what a worker had made of a group when it left, was out of time or was asked for it, kept for its next worker ---
+#
+# A partial is a group's samples, some finished and some cut off, in the frames of a put. It lives beside the prompt from the give-back
+# until samples of the group are accepted, the group ends, or it can no longer be trained: then its tokens are wasted.
+
+
+def _keep_partial(state: State, group: Group, made: CheckedGroup) -> None:
+    """Store what a worker made of a group it holds, in place of an older partial."""
+    oldest, newest = version_range(made.samples)
+    behind = state.steps_behind(newest) if newest != NO_VERSION else 0
+    state.groups.keep_partial(group, Partial(len(made.frames), sum(made.table.num_tokens), oldest, newest, behind))
+    state.save("partials", group.id, made.frames)
+    state.tally(state.meta.counted, "partials kept")
+
+
+def _offer_partial(state: State, group: Group, *, is_wanted: bool) -> None:
+    """Before a lease: let go of a partial that its taker cannot continue, or that would be too stale when it is trained."""
+    oldest = group.partial.oldest_version
+    if not is_wanted:
+        state.waste_partial(group, "partial for a worker that continues none")
+    elif (
+        oldest != NO_VERSION
+        and not state.rules.masks_offpolicy
+        and state.version_of(admission.step_of_next(state)) - oldest > state.rules.max_staleness
+    ):
+        state.waste_partial(group, "partial grew too stale")
+
+
+def _partial_frames(group: Group) -> list[StoredPayload]:
+    """The bulk part of a lease reply that carries the partial of a group; empty when it has none."""
+    return [StoredPayload(group.id, group.partial.num_frames, table="partials")] if group.partial.num_frames else []
+
+
+def _used_partial(state: State, group: Group) -> None:
+    """Samples of the group were accepted: they hold what the partial had."""
+    if group.partial.num_frames:
+        state.tally(state.meta.counted, "partials continued")
+        state.delete_partial(group)
+
+
+def rewind_partials(state: State, step: int, version: int) -> None:
+    """Let go of every partial with tokens of a version that the new timeline never had: newer, or of its number and trained further."""
+    for group in state.groups.by_id.values():
+        if group.partial.newest_version > version or group.partial.steps_behind > step:
+            state.waste_partial(group, "partial of the abandoned timeline")

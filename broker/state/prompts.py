@@ -1,4 +1,4 @@
-"""Where the next prompt comes from, and what is kept of prompts that only came once.
+"""Where the next prompt comes from, what is kept of prompts that only came once, and what a source learns of them.
 
 Pushed prompts go before those of the source: first what was pushed to the front, then what was pushed, each in its order. Ids:
 
@@ -7,13 +7,22 @@ Pushed prompts go before those of the source: first what was pushed to the front
     hook/41             given by a stateful source
     0/42                of files: the source finds them again
 
-The records of the first three kinds are nowhere but in the store, where they are kept as long as their samples.
+The records of the first three kinds are nowhere but in the store, where they are kept as long as their samples. A push is durable before it
+is acknowledged; each key adds its prompts once.
 """
 
-from broker.state.broker_state import State
+import msgspec
+import xxhash
+
+from broker.state.broker_state import MAX_REASON_CHARS, State
+from broker.state.effects import Event
 from broker.state.groups import TRAIN, Group
-from broker.state.prompt_source import Prompt
-from slimebus.bus.errors import SlimebusError
+from broker.state.prompt_source import GroupResult, Prompt
+from broker.state.records import PushRecord
+from slimebus.bus.envelope import check_name
+from slimebus.bus.errors import DataError, ProtocolError, SlimebusError
+from slimebus.bus.messages import Push, PushReply
+from slimebus.prompts.prompt_record import check_record
 
 FRONT, PUSH, HOOK, IMPORT = "front", "push", "hook", "import"
 LANES = (FRONT, PUSH)
@@ -21,6 +30,12 @@ FIRST_POSITION = {FRONT: -(1 << 62), PUSH: -(1 << 61), IMPORT: -(1 << 60), HOOK:
 """Queued prompts are leased by position, lowest first."""
 RETRY_S = 1.0
 """Pause before a source that failed, or had nothing to give, is asked again."""
+MAX_PROMPTS = 4096
+"""Of one push."""
+MAX_BYTES = 64 * 1024 * 1024
+"""The same, of all its prompts together."""
+MAX_KEYS = 65_536
+"""Pushes that a repeat is recognised of; beyond that the oldest key is forgotten."""
 
 
 def draw(state: State) -> Group | None:
@@ -137,10 +152,78 @@ def begin_anew(state: State) -> None:
             state.retire(group, "the run begins anew")
         for group in [g for groups in state.ended.values() for g in groups.values() if not comes_once(g.id)]:
             state.forget_ended(group)
-            state.meta.ended[group.phase] -= 1
         state.meta.cursor, state.meta.source_ended = 0, False
     if state.meta.num_freed_once:
         text = f"{state.meta.num_freed_once} prompts that came once (pushed, imported or from a source hook) were trained and freed"
         state.note(f"{text}; they are not sampled again", is_warning=True)
         state.tally(state.meta.counted, "prompts lost in a rewind", state.meta.num_freed_once)
         state.meta.num_freed_once = 0
+
+
+def skip(state: State, count: int) -> None:
+    """The first prompts of the source were trained before this broker had any record."""
+    state.meta.cursor = count
+
+
+def report_outcome(state: State, group: Group, outcome: str, reason: str) -> None:
+    """Have a stateful source know what became of a group that it gave: each attempt once, and each end."""
+    if state.stateful is None or not group.id.startswith(f"{HOOK}/"):
+        return
+    if group.reported_lease == group.lease.id and outcome in ("trained", "requeued"):
+        return
+    state.groups.note_report(group)
+    reason, step = ("", group.step) if outcome == "trained" else (reason[:MAX_REASON_CHARS], -1)
+    lease, rewards = group.lease.id, group.rewards
+    state.stateful.feedback(GroupResult(id=group.id, attempt=lease, outcome=outcome, reason=reason, rewards=rewards, step=step))
+    state.meta.source_ended, state.source_rests_until = False, 0.0  # it may have something now
+
+
+# --- pushed prompts ---
+
+
+def push(state: State, event: Event, ask: Push) -> None:
+    """Take in prompts behind all that were pushed before, or with `front` before those that were not. A repeated key adds nothing."""
+    _check(event, ask)
+    records = [bytes(record) for record in event.bulk]
+    digest = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(records))
+    known = state.pushes.get(ask.key)
+    if known is not None and (known.digest, known.count) != (digest, len(records)):
+        raise SlimebusError(f"push: key {ask.key!r} was used for {known.count} other prompts; choose another key", code="push_key")
+    made = known or _accept(state, ask, records, digest)
+    duplicate = 0 if known is None else made.count
+    first, waiting = f"{made.lane}/{made.first}", num_waiting(state)
+    state.reply(event.to, PushReply(accepted=made.count - duplicate, duplicate=duplicate, first=first, waiting=waiting))
+
+
+def _check(event: Event, ask: Push) -> None:
+    check_name("push: key", ask.key)
+    if not 0 < len(event.bulk) <= MAX_PROMPTS:
+        raise ProtocolError(f"push: {len(event.bulk)} prompts; expected 1 to {MAX_PROMPTS}, one bulk frame each")
+    if (size_bytes := sum(map(len, event.bulk))) > MAX_BYTES:
+        raise SlimebusError(f"push: {size_bytes} bytes of prompts at once, at most {MAX_BYTES}; push fewer", code="too_large")
+    for number, record in enumerate(event.bulk):
+        try:
+            check_record(record)
+        except DataError as bad:
+            raise ProtocolError(f"push: prompt {number}: {bad.text}") from None
+
+
+def _accept(state: State, ask: Push, records: list[bytes], digest: str) -> PushRecord:
+    if state.meta.finishing:
+        raise SlimebusError("push: the run is finished; nothing more will be sampled", code="finished")
+    waiting, most = num_waiting(state), state.rules.max_pushed
+    if len(records) > most:
+        raise SlimebusError(f"push: {len(records)} prompts at once, at most {most} may wait (max_pushed); push fewer", code="too_large")
+    if waiting + len(records) > most:
+        text = f"push: {waiting} pushed prompts wait to be sampled; {len(records)} more would be above {most}"
+        raise state.busy("max_pushed", text)
+    lane = FRONT if ask.front else PUSH
+    first, end = state.meta.pushed[lane]
+    state.meta.pushed[lane] = (first, end + len(records))
+    for number, record in enumerate(records, end):
+        state.save("prompts", f"{lane}/{number}", record)
+    state.meta.num_pushes += 1
+    known = PushRecord(key=ask.key, serial=state.meta.num_pushes, digest=digest, lane=lane, first=end, count=len(records))
+    state.keep_latest("pushes", known, MAX_KEYS)
+    state.tally(state.meta.counted, "prompts pushed", len(records))
+    return known

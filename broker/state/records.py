@@ -226,25 +226,21 @@ RECENT = 64
 class Pace:
     """What is remembered of the pace of the run, in memory only but for the times of the last steps (Meta.step_seconds).
 
-    Times in seconds of the machine's clock, of the last steps and groups.
+    Times in seconds of the machine's clock, of the last steps.
 
-    intervals: between commits. group_seconds: from lease to put. last_progress_at: when the run last
-    moved; progress_key: what it looked like then; num_tokens: what workers reported when it was last asked. trainer: the last that joined.
-    assigned_at: when the next step's batch was chosen.
+    intervals: between commits. last_progress_at: when the run last moved; progress_key: what it looked like then; num_tokens: what workers
+    reported when it was last asked. num_trainers: that had joined. assigned_at: when the next step's batch was chosen.
     """
 
     def __init__(self) -> None:
         self.intervals: deque[float] = deque(maxlen=RECENT)
-        self.group_seconds: deque[float] = deque(maxlen=RECENT)
         self.last_progress_at = 0.0
         self.num_tokens = 0.0
         self.stalled_at: float | None = None
         self.progress_key: tuple[Any, ...] = ()
         self.next_step, self.lineage = 0, ""
         self.has_stepped = False
-        self.num_joined = 0
-        self.trainer = ""
-        self.trainer_left_at: float | None = None
+        self.num_trainers = 0
         self.assigned, self.assigned_at = -1, 0.0
 
 

@@ -54,7 +54,7 @@ class Rules(Checked, frozen=True):
     needs_spread: a group with equal rewards is dropped; max_filtered of them in a row end the run.
     max_parked: requests waiting for an answer, max_parked_per_client: of one client.
     max_clients: names that are joined. stall_min_s: a run without a step for less than this never counts as stalled.
-    agreed: settings that every process of the run must have (broker/state/agreement.py).
+    agreed: settings that every process of the run must have (clients.py:differences).
     max_pushed: pushed prompts waiting to be sampled. waits_for_push: the run does not end when no prompt is left, more may be pushed.
     required_fields: a group is in no batch before it has all of them.
     eval_interval: versions between evaluations, 0 for none. max_freed_bytes: samples that one transaction lets go of under a checkpoint.

@@ -137,9 +137,17 @@ def put_in_force(state: State, rules: Rules) -> None:
     """Obey other rules from the first step without chosen groups on."""
     step = state.next_unassigned
     if rules.publish_interval != state.rules.publish_interval:
-        state.meta.pace_version, state.meta.pace_step = state.version_of(step), step
+        state.set_pace(step, state.version_of(step))
     state.rules = rules
     state.meta.settings = values(rules)
+
+
+def rewind(state: State, step: int) -> None:
+    """What was set from a later step on holds for the steps from this one on, which are trained again."""
+    for change in state.changes.values():
+        if change.step > step:
+            change.step = step
+            state.changed("changes", change.key)
 
 
 # --- after a restart ---

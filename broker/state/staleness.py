@@ -3,8 +3,6 @@
 A group made by version w is fresh enough up to the last step with a version of at most w + max_staleness: its deadline.
 """
 
-import msgspec
-
 from broker.state import transitions
 from broker.state.broker_state import State
 from broker.state.groups import Group
@@ -18,7 +16,7 @@ def is_stale(state: State, group: Group, step: int) -> bool:
 
 def remove_stale_ready(state: State, step: int) -> None:
     """Take every ready group that is too old for `step`, and so for all later steps, out of the buffer."""
-    seen = (state.version_of(step), state.rules.max_staleness)
+    seen = (state.meta.lineage, state.version_of(step), state.rules.max_staleness)
     if state.stale_removed_at == seen:
         return
     state.stale_removed_at = seen
@@ -53,9 +51,8 @@ def begun_by(state: State, group: Group) -> int:
 
 def recall(state: State, group: Group) -> None:
     """Have the worker give a leased group back with what there is of it, within the lease time."""
-    group.lease = msgspec.structs.replace(group.lease, is_recalled=True)
+    state.leases.recall(group, state.now + state.rules.lease_s)
     state.changed("groups", group.id)
-    state.leases.recall(group.lease.id, state.now + state.rules.lease_s)
     state.tally(state.meta.counted, "leases recalled")
     state.notify()
 

@@ -96,7 +96,7 @@ def _pace(state: State) -> dict[str, float]:
     return {
         "workers": len(workers),
         "idle_workers": sum(c.name not in state.groups.by_worker for c in workers),
-        "group_s": round(quantile(state.pace.group_seconds, 0.5), 3),
+        "group_s": round(quantile(state.leases.group_seconds, 0.5), 3),
         "step_s": round(quantile(state.pace.intervals, 0.5), 3),
     }
 

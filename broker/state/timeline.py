@@ -7,7 +7,7 @@ back to that moment: steps before it are trained, samples that only the abandone
 import math
 from collections.abc import Sequence
 
-from broker.state import batches, evaluation, partials, prompts, transitions
+from broker.state import batches, ending, evaluation, leases, prompts, settings, transitions
 from broker.state.broker_state import State
 from broker.state.clients import fence_older_trainers
 from broker.state.effects import Event
@@ -75,15 +75,16 @@ def _begin(state: State, ask: Resume, shared: int) -> None:
             is_warning=True,
         )
         prompts.begin_anew(state)
-    state.fetched_steps.clear()
     _rewind(state, shared, ask.version)
     _revoke_leases(state)
-    partials.rewind(state, shared, ask.version)
+    leases.rewind_partials(state, shared, ask.version)
     evaluation.cancel_running(state, f"the trainer {'resumed from an earlier step' if shared < was_at else 'started again'}")
     meta.lineage, meta.version, meta.publishers, meta.digest = ask.lineage, NO_VERSION, [], ""
-    meta.base_step, meta.base_version = meta.pace_step, meta.pace_version = ask.step, ask.version
-    meta.next_step, meta.oldest_kept_step, meta.finishing = ask.step, min(meta.oldest_kept_step, ask.step), False
-    state.stale_removed_at, state.finish_is_announced, meta.filtered_in_a_row = None, False, 0
+    meta.base_step, meta.base_version = ask.step, ask.version
+    state.set_pace(ask.step, ask.version)
+    batches.begin_at(state, ask.step)
+    ending.reopen(state)
+    leases.forget_filtered(state)
     verb = f"resumes (broker was at step {was_at})" if had_lineage or ask.step else "begins"
     state.note(f"trainer {verb} at step {ask.step}, version {ask.version}, lineage {ask.lineage[:8]}")
     if was_at and not ask.step:
@@ -93,16 +94,11 @@ def _begin(state: State, ask: Resume, shared: int) -> None:
 
 def _accept_trained(state: State, step: int, shared: int) -> None:
     """Shared steps that the trainer has behind it and the broker not yet committed are trained; of some it may have no record."""
-    known = [record for s, record in state.steps.items() if state.meta.next_step <= s < shared]
-    for record in known:
-        record.is_committed = True
-        state.changed("steps", record.step)
-        for group in state.groups_of(record, ASSIGNED):
-            transitions.apply_transition(state, group, "trained", "trained, says the resumed trainer")
-    num_unknown = step - min(state.meta.next_step, shared) - len(known)
+    num_known = batches.accept_trained(state, shared, "trained, says the resumed trainer")
+    num_unknown = step - min(state.meta.next_step, shared) - num_known
     num_groups = num_unknown * state.rules.batch_size
     if num_unknown > 0 and state.meta.cursor == 0:
-        state.meta.cursor = num_groups
+        prompts.skip(state, num_groups)
         text = f"this broker has no record of the {num_unknown} steps trained so far; skipping the first {num_groups} prompts of the source"
         state.note(text, is_warning=True)
     elif num_unknown > 0:
@@ -115,12 +111,7 @@ def _rewind(state: State, step: int, version: int) -> None:
     for group in state.groups.every_ready():
         if group.newest_version > version or group.steps_behind > step:
             transitions.apply_transition(state, group, "abandoned", "made by a version of the abandoned timeline")
-    while state.recent and state.recent[-1]["step"] >= step:
-        state.recent.pop()
-    for change in state.changes.values():
-        if change.step > step:
-            change.step = step  # what was set holds for the steps that are trained again
-            state.changed("changes", change.key)
+    settings.rewind(state, step)
 
 
 def _revoke_leases(state: State) -> None:

@@ -7,7 +7,8 @@ them; a prompt that kills each of its workers, or is too stale each time it is d
 
 from typing import NamedTuple
 
-from broker.state.broker_state import MAX_ENDED_REASON_CHARS, State
+from broker.state import prompts
+from broker.state.broker_state import State
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, LEASED, QUEUED, READY, Group, Phase
 from slimebus.bus.envelope import one_line
 from slimebus.bus.errors import SlimebusError
@@ -56,7 +57,7 @@ def apply_transition(state: State, group: Group, cause: str, reason: str = "") -
     if transition.phase == DEAD and (counter := TRANSITIONS[group.phase, cause].counts) in ("losses", "times_stale"):
         reason = f"{reason} ({getattr(group, counter)} times{' in a row' if counter == 'losses' else ''})"
     if transition.outcome:
-        state.report_outcome(group, transition.outcome, reason)
+        prompts.report_outcome(state, group, transition.outcome, reason)
     if not transition.keeps_samples:
         state.forget_samples(group, reason)
     if not transition.keeps_partial:
@@ -65,13 +66,9 @@ def apply_transition(state: State, group: Group, cause: str, reason: str = "") -
         state.leases.remember(group.lease.id, "surplus")
     state.move(group, transition.phase, reason)
     if transition.phase in (DROPPED, DEAD):
-        _end(state, group, transition.phase, reason)
-    elif transition.phase == QUEUED:
-        group.step, group.rewards = -1, []
-    elif cause == "rewound":
-        group.step = -1
-        if group.drop_reason:  # somebody dropped it while the trainer had it
-            apply_transition(state, group, "dropped", group.drop_reason)
+        _end(state, group, reason)
+    elif cause == "rewound" and group.drop_reason:  # somebody dropped it while the trainer had it
+        apply_transition(state, group, "dropped", group.drop_reason)
 
 
 def counted_transition(state: State, group: Group, cause: str) -> Transition:
@@ -82,21 +79,14 @@ def counted_transition(state: State, group: Group, cause: str) -> Transition:
         raise SlimebusError(text, code="illegal_transition")
     if not transition.counts:
         return transition
-    count = getattr(group, transition.counts) + 1
-    setattr(group, transition.counts, count)
+    count = state.groups.count_up(group, transition.counts)
     limit = state.rules.max_attempts * (1 if transition.counts == "failures" else LOSS_LIMIT_FACTOR)
     return TO_DEAD if count >= limit else transition
 
 
-def _end(state: State, group: Group, phase: Phase, reason: str) -> None:
-    """Take a group out of play; its record is kept."""
-    state.groups.remove(group)
-    group.reason = reason[:MAX_ENDED_REASON_CHARS]
-    state.meta.next_ended += 1
-    group.ended = state.meta.next_ended
-    state.keep_ended(group)
-    state.tally(state.meta.ended, phase)
-    if phase == DROPPED:
+def _end(state: State, group: Group, reason: str) -> None:
+    state.end(group, reason)
+    if group.phase == DROPPED:
         state.delete("prompts", group.id)
     else:
         what = f"is dead after {group.failures} failed attempts" if group.failures else "is dead"

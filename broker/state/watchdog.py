@@ -38,8 +38,10 @@ KEPT_INTERVALS = 16
 def update(state: State) -> None:
     """Notice what moved since the last look. Called after every burst of events; the watch begins when somebody joins."""
     pace, meta = state.pace, state.meta
-    if not pace.num_joined and pace.progress_key == ():
+    if not state.num_joined and pace.progress_key == ():
         return
+    if state.num_trainers_joined > pace.num_trainers:
+        pace.num_trainers, pace.has_stepped = state.num_trainers_joined, False
     if meta.next_step > pace.next_step and meta.lineage == pace.lineage:
         _stepped(state)
     elif _progress_key(state) != pace.progress_key:
@@ -55,7 +57,7 @@ def _progress_key(state: State) -> tuple[Any, ...]:
         return (meta.lineage,)
     done = meta.counted.get("samples put", 0) + meta.moves.get("eval leased>done scored", 0)
     end = (meta.finishing, state.is_evaluating, len(still_here(state))) if meta.finishing else ()
-    return (meta.lineage, end, meta.version, done, pace.num_joined, len(state.steps))
+    return (meta.lineage, end, meta.version, done, state.num_joined, len(state.steps))
 
 
 def _goes_by_steps(state: State) -> bool:
@@ -89,7 +91,6 @@ def restored(state: State) -> None:
     """After a restart of the broker: the pace of its last steps is known, the watch begins anew."""
     pace = state.pace
     pace.intervals.extend(state.meta.step_seconds)
-    pace.trainer = next((c.name for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), "")
     if state.had_members:
         pace.lineage, pace.has_stepped = state.meta.lineage, bool(pace.intervals)
         _restart(state, "the broker was restarted")
@@ -104,7 +105,7 @@ def limit_s(state: State) -> float:
     learned = max(TIMES_QUANTILE * quantile(pace.intervals, QUANTILE), TIMES_LONGEST * max(pace.intervals, default=0.0))
     if _goes_by_steps(state) and len(pace.intervals) >= MIN_LEARNED:
         return max(least, learned)
-    slowest_s = max(pace.group_seconds, default=0.0)
+    slowest_s = max(state.leases.group_seconds, default=0.0)
     return max(TIMES_MIN * least, 2 * state.rules.lease_s, TIMES_SLOWEST * slowest_s, learned)
 
 

@@ -23,7 +23,7 @@ from slimebus.bus.errors import DataError, SlimebusError, UsageError
 from slimebus.config import resolve
 from slimebus.view import report
 from slimebus.view.local_run import LocalRun, describe
-from slimebus.view.result_table import result_table
+from slimebus.view.report import result_table
 
 HERE = Path(__file__).parent
 LAYOUT_GOAL = 0.95

@@ -170,11 +170,18 @@ async def claim(url: str) -> socket.socket:
 
 async def _address_of(url: str) -> str:
     """The same for each way to write the address. Raises UsageError when it is none."""
+    host, port = host_and_port(url)
+    with contextlib.suppress(OSError):
+        host = str((await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET))[0][4][0])
+    return f"{host}:{port}"
+
+
+def host_and_port(url: str) -> tuple[str, int | None]:
+    """Of an engine's address, the host in lower case and without brackets. Raises UsageError when it is none."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
-        with contextlib.suppress(OSError):
-            host = str((await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET))[0][4][0])
+        host.encode("idna")  # as it is asked for
     except ValueError as bad:  # of a port, a bracket, or a part of a name that is too long
         raise UsageError(f"{url!r} is no engine's address ({bad}); expected http://HOST:PORT") from None
-    return f"{host}:{port}"
+    return host, port

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines.backends import BACKENDS
-from rollout.engines.engine import Engine, Requests, claim
+from rollout.engines.engine import Engine, Requests, claim, host_and_port
 from rollout.engines.engine_state import PROBE_S, SETTLE_S, Action, Event, PoolState
 from rollout.engines.router import Router
 from rollout.engines.sglang.process import EngineProcess
@@ -22,6 +22,7 @@ from slimebus.bus.errors import SlimebusError, Unreachable, UsageError, WeightsE
 from slimebus.config.engine_plan import EngineSpec, engine_specs
 from slimebus.config.model_folder import read_config, vocab_size
 from slimebus.config.schema import RunConfig
+from slimebus.security.exposure import is_local
 from slimebus.weights.host.safetensors_file import read_model
 from slimebus.weights.host.shared_folder import SharedVersion
 
@@ -289,6 +290,7 @@ class EnginePool:
         async with self._attaching:  # of two commands for one engine the second finds it
             if any(engine.url == url.rstrip("/") for engine in self.engines):
                 raise UsageError(f"{url} is an engine of this worker already")
+            self._check_host(url)
             engine = await self._claim(url)
         try:
             about = await engine.client.server_info(retry_s=0.0)
@@ -298,6 +300,14 @@ class EnginePool:
             await self._remove(engine)
             raise
         return f"{url}: SGLang {about.get('version', '?')}, {about.get('model_path', 'no model path')}, tp {about.get('tp_size') or 1}"
+
+    def _check_host(self, url: str) -> None:
+        """Who may send commands does not choose who gets the weights and the engines' key: this worker's own config does."""
+        config, host = self.config.engine, host_and_port(url)[0]
+        named = {host_and_port(one)[0] for one in config.engine_url} | {one.strip("[]").lower() for one in config.attach_hosts}
+        if host not in named and not is_local(f"tcp://{host}:0"):
+            remedy = f"name it in engine.attach_hosts of this worker ([{host}]) and start it again"
+            raise SlimebusError(f"{url}: no command may have weights sent to the host {host!r}; {remedy}", code="forbidden")
 
     async def detach(self, url: str) -> str:
         """Let an engine go; its requests are continued by others. One that was started here ends, another goes on without us."""

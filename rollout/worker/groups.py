@@ -26,8 +26,7 @@ from rollout.samples.worker_hooks import WorkerHooks
 from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample, decode_group, encode_group
-from slimebus.config.dynamic_filter import is_reward_spread
-from slimebus.config.schema import RunConfig
+from slimebus.config.schema import RunConfig, is_reward_spread
 from slimebus.process.hooks import text_of
 from slimebus.telemetry.spans import Spans
 

@@ -162,7 +162,7 @@ class Heartbeat(Message):
     leases: list[Id] | None = None
     metrics: dict[str, float] = {}
     engines: Annotated[list[EngineReport], Meta(max_length=256)] = []
-    outcomes: Annotated[dict[str, CommandReply], Meta(max_length=64)] = {}
+    outcomes: Annotated[dict[Annotated[str, Meta(max_length=64)], CommandReply], Meta(max_length=64)] = {}
     blocked_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     blocked_at: str = ""
 

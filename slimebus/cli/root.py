@@ -33,7 +33,7 @@ COMMANDS = {
     "try": ("rollout.local_cli:try_", "One prompt through template, session, engine and reward."),
     "up": ("slimebus.cli.commands.up:up", "Start a whole run on this machine."),
     "view": ("broker.page.cli:view", "Show a run on a web page."),
-    "weights": ("slimebus.cli.commands.weights:weights", "Apply and verify weights as files."),
+    "weights": ("slimebus.cli.commands.weights:weights", "Verify weights as files."),
 }
 """Command -> its module and name there, and what `slimebus --help` says of it, for which nothing is imported."""
 MISUSE = (UsageError, HookError, ProtocolError)

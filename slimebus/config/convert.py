@@ -1,15 +1,29 @@
 """From the map that a run.yaml is to a RunConfig, field by field, so that every mistake is found at once."""
 
 import difflib
+import functools
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from slimebus.config.schema import OPEN_MAPS, SECTIONS, EvalDataset, RunConfig, paths
+from slimebus.config.schema import OPEN_MAPS, SECTIONS, EvalDataset, RunConfig, flag_of, paths
+
+
+@functools.cache
+def other_names() -> dict[str, str]:
+    """Flags of slime, verl and TRL without dashes, some with a value -> what to write here, or why there is none."""
+    return msgspec.yaml.decode(Path(__file__).with_name("other_names.yaml").read_bytes(), type=dict[str, str])
+
+
+def written_here(name: str, value: object) -> str:
+    """`. Here: ...` for a value of slime, verl or TRL that the field takes under another name; else nothing."""
+    here = other_names().get(f"{flag_of(name)} {value}")
+    return f". Here: {here}" if here else ""
 
 
 class Converter:
@@ -44,7 +58,8 @@ class Converter:
                 try:
                     chosen[key] = self._value(field.type, values[key], prefix + key)
                 except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):
-                    self._refuse(prefix + key, f"{prefix}{key}: got {_shown(values[key])}; expected {describe(field.type)}")
+                    expected = f"expected {describe(field.type)}{written_here(prefix + key, values[key])}"
+                    self._refuse(prefix + key, f"{prefix}{key}: got {_shown(values[key])}; {expected}")
             elif field.required and values is given:
                 self._refuse(prefix + key, f"{prefix}{key} is not set", place=self.origin.get(name))
             if field.required:

@@ -10,9 +10,8 @@ import msgspec
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import MAX_BATCH_SIZE
 from slimebus.config.convert import nearest_of
-from slimebus.config.dynamic_filter import REWARD_SPREAD, is_reward_spread
 from slimebus.config.engine_plan import placement_problems
-from slimebus.config.schema import EVAL_SAMPLING, MoreSampling, RolloutConfig, RunConfig
+from slimebus.config.schema import EVAL_SAMPLING, REWARD_SPREAD, MoreSampling, RolloutConfig, RunConfig, is_reward_spread
 from slimebus.security.exposure import check_bind
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
@@ -68,6 +67,9 @@ def _addresses(config: RunConfig) -> Iterator[str]:
     for url in config.engine.engine_url:
         if not _is_url(url):
             yield f"engine.engine_url: {url!r}; expected http://HOST:PORT"
+    for host in config.engine.attach_hosts:
+        if not HOST.fullmatch(host):
+            yield f"engine.attach_hosts: {host!r}; expected a host name or address alone, without http:// and port"
 
 
 def _broker(config: RunConfig) -> Iterator[str]:

@@ -10,18 +10,16 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 from slimebus.bus.errors import ConfigError, DataError, HookError
 from slimebus.config.convert import nearest
-from slimebus.config.dynamic_filter import is_reward_spread
 from slimebus.config.engine_plan import engine_specs
 from slimebus.config.flags import trainer_command, trainer_options
 from slimebus.config.load import Resolved
 from slimebus.config.model_folder import context_length, read_config, tokenizer_differences, vocabulary_problems, weights_problems
+from slimebus.config.schema import is_reward_spread
 from slimebus.process import hooks
-from slimebus.prompts.prompt_files import FileSpec, parse
-from slimebus.prompts.prompt_parquet import check_columns
+from slimebus.prompts.prompt_files import FileSpec, check_columns, parse
 from slimebus.prompts.prompt_record import BYTE_ORDER_MARK, LineReader, PromptKeys
 from slimebus.prompts.verifiers_tasks import is_tasks, load
 
@@ -123,13 +121,11 @@ def _check_first(spec: FileSpec, keys: PromptKeys) -> None:
     """Raise DataError where the file has no prompt, or the first of those used is none; the broker looks at all of them."""
     if not spec.path.name.endswith(JSONL):
         return check_columns(spec.path, keys)
-    with _open(spec.path) as file:
-        lines = ((number, line) for number, line in enumerate(file, 1) if not line.isspace())
-        number, line = next(itertools.islice(lines, max(0, spec.start or 0), None), (0, b""))
+    number, line = next(itertools.islice(_lines(spec.path), max(0, spec.start or 0), None), (0, b""))
     if not number:
         raise DataError(f"no prompts in {spec.path}; expected at least one line of JSON")
     try:
-        LineReader(keys).record(line.removeprefix(BYTE_ORDER_MARK))
+        LineReader(keys).record(line)
     except DataError as bad:
         raise DataError(f"{spec.path}:{number}: {bad.text}") from None
 
@@ -139,8 +135,7 @@ def _num_rows(path: Path) -> int:
         from pyarrow.parquet import read_metadata
 
         return int(read_metadata(path).num_rows)
-    with _open(path) as lines:
-        return sum(not line.isspace() for line in lines)
+    return sum(1 for _ in _lines(path))
 
 
 def label_problems(resolved: Resolved) -> Iterator[str]:
@@ -160,21 +155,21 @@ def label_problems(resolved: Resolved) -> Iterator[str]:
 def _keys_without_label(path: Path, resolved: Resolved) -> list[str]:
     """The keys of the first row where no row has a label; nothing when one has, or when a row is malformed, which the broker tells."""
     data, first = resolved.config.data, list[str]()
-    reader = LineReader(resolved.prompt_keys)
-    with contextlib.suppress(OSError, EOFError, DataError), _open(path) as lines:
-        for line in itertools.islice(lines, ROWS_READ):
-            if line.isspace():
-                continue
-            fields = reader.fields(line.removeprefix(BYTE_ORDER_MARK))
+    reader, lines = LineReader(resolved.prompt_keys), _lines(path)
+    with contextlib.suppress(OSError, EOFError, DataError):
+        for _, line in itertools.islice(lines, ROWS_READ):
+            fields = reader.fields(line)
             if fields.get(data.label_key) is not None:
                 return []
             first = first or list(fields)
-        return [] if next(lines, b"") else first
+        return [] if next(lines, None) else first
     return []
 
 
-def _open(path: Path) -> "IO[bytes]":
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number and text of each line of a jsonl file that is not blank."""
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        yield from ((number, line.removeprefix(BYTE_ORDER_MARK)) for number, line in enumerate(file, 1) if not line.isspace())
 
 
 # --- the model and how it is spread ---

@@ -11,9 +11,9 @@ import click
 import msgspec
 
 from slimebus.bus.errors import UsageError
-from slimebus.config.fields import sections
+from slimebus.config.convert import other_names
 from slimebus.config.load import Resolved, resolve
-from slimebus.config.schema import flag_of, paths
+from slimebus.config.schema import flag_of, paths, sections
 
 META = "slimebus.flags"
 SIMILAR = 0.8
@@ -26,12 +26,6 @@ LONGEST_WAIT_S = 86_400
 """The longest --timeout-s."""
 OF_RUN = "that of the run directory, else broker.bind"
 """Which broker a command asks where none is given."""
-
-
-@functools.cache
-def other_names() -> dict[str, str]:
-    """Flags of slime, verl and TRL without dashes -> what to write here, or why there is none."""
-    return msgspec.yaml.decode(Path(__file__).with_name("other_names.yaml").read_bytes(), type=dict[str, str])
 
 
 class ExternalOption(msgspec.Struct, frozen=True):

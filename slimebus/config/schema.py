@@ -1,10 +1,15 @@
-"""What a run.yaml may say. Each field's docstring gives its [unit] and meaning; docs/configuration.md is made from them.
+"""What a run.yaml may say. Each field's docstring gives its [unit] and meaning: for flags, `slimebus init` and docs/configuration.md.
 
 msgspec and not pydantic: it is already the wire's codec, checks types as strictly, and imports in 10 ms instead of 150,
 which is what keeps `--help` instant. Option names that slime's users know are kept where the meaning is the same.
 """
 
+import ast
 import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -244,6 +249,9 @@ class EngineConfig(Section, frozen=True):
     """[choice] cpu: the embedded one, a child process; sglang: real SGLang, a child process; none: hooks need no engine (SFT)."""
     engine_url: list[str] = []
     """[URLs] Addresses of running engines with SGLang's HTTP API, instead of starting one."""
+    attach_hosts: list[str] = []
+    """[hosts] Where `slimebus engines attach` may take engines from, besides this machine's loopback and the hosts of engine_url: they get
+    the weights and engine_api_key."""
     engine_api_key: str = ""
     """[key] That running engines ask for (SGLang's --api-key), and those started here: empty gives each a random one. Better by environment
     variable: SLIMEBUS_ENGINE_ENGINE_API_KEY."""
@@ -484,3 +492,59 @@ def flag_of(name: str) -> str:
     field = name.rpartition(".")[2]
     is_alone = sum(other.rpartition(".")[2] == field for other in paths()) <= 1
     return (field if is_alone else name.replace(".", "_")).replace("_", "-")
+
+
+class FieldDoc(msgspec.Struct, frozen=True):
+    """One field: its dotted name, unit, meaning and default as it would be written in YAML."""
+
+    name: str
+    unit: str
+    meaning: str
+    default: str
+
+
+@functools.cache
+def docstrings(module: ModuleType) -> dict[tuple[str, str], str]:
+    """(class, field) -> the string that follows the field in this module."""
+    found = {}
+    for cls in ast.parse(inspect.getsource(module)).body:
+        if isinstance(cls, ast.ClassDef):
+            for field, doc in zip(cls.body, cls.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+                    found[cls.name, ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
+    return found
+
+
+def fields_of(cls: type[msgspec.Struct], prefix: str = "") -> list[FieldDoc]:
+    """The documented plain fields of a section, or of any struct with docstrings for its fields."""
+    docs = []
+    for field in msgspec.structs.fields(cls):
+        doc = docstrings(sys.modules[cls.__module__]).get((cls.__name__, field.name), "")
+        unit, _, meaning = doc.removeprefix("[").partition("] ")
+        docs.append(FieldDoc(f"{prefix}{field.name}", unit.rstrip("]"), meaning, _default(field)))
+    return docs
+
+
+def _default(field: FieldInfo) -> str:
+    """As it would be written in YAML."""
+    if field.required:
+        return "required"
+    value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
+    return str(value).lower() if isinstance(value, bool) else str(value) or '""'
+
+
+def sections() -> Iterator[tuple[str, type[msgspec.Struct], list[FieldDoc]]]:
+    """(name, class, fields) of each section, the top level first under the empty name."""
+    top = [f for f in fields_of(RunConfig) if f.name not in SECTIONS]
+    yield "", RunConfig, top
+    for name, cls in SECTIONS.items():
+        yield name, cls, fields_of(cls, f"{name}.")
+
+
+REWARD_SPREAD = "check_reward_nonzero_std"
+"""The built-in dynamic sampling filter, by the name that slime's users know: groups with equal rewards are dropped."""
+
+
+def is_reward_spread(path: str) -> bool:
+    """True for the built-in filter, also as slime's own import path; the broker applies it, and no worker loads it."""
+    return path.rpartition(":")[2].rpartition(".")[2] == REWARD_SPREAD and ".py:" not in path

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from slimebus.atomic_file import make_private
 from slimebus.process.process_guard import PR_SET_PDEATHSIG, guarded, signal_group
 
 LineSink = Callable[[str, str], None]
@@ -92,7 +93,7 @@ class ProcessGroup:
     def __init__(self, log_dir: Path, sink: LineSink | None = None) -> None:
         self.log_dir, self.sink = log_dir, sink or (lambda name, line: None)
         self.children: list[ChildProcess] = []
-        log_dir.mkdir(parents=True, exist_ok=True)
+        make_private(log_dir)
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> ChildProcess:
         """Start `slimebus ARGUMENTS`, with these variables besides its parent's."""
@@ -129,11 +130,6 @@ class ProcessGroup:
                     child.process.wait(max(0.0, until - time.monotonic()))
         for child in self.children:
             child.kill()
-
-    def stop_one(self, child: ChildProcess, grace_s: float = STOP_S) -> None:
-        """The same for one, which then is no longer of the group."""
-        child.stop(grace_s)
-        self.children.remove(child)
 
     def __enter__(self) -> "ProcessGroup":
         return self

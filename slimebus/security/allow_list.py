@@ -1,6 +1,6 @@
 """The allow-list: which public keys may connect, under which name and role. Holds no secret.
 
-{"clients": {"w1": {"role": "rollout", "public": "...", "client": "", "previous": "", "previous_until": 0, "revoked": false}}}
+{"clients": {"w1": {"role": "rollout", "public": "...", "client": "", "previous": "", "previous_until": 0, "until": 0, "revoked": false}}}
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ MAX_KEYS = 65536
 class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One name of the list. `client`: the only name that its holder may join under; empty: any that no one else has.
 
-    After a rotation `previous` is the older public key, good until `previous_until` (seconds since the epoch).
+    Times are seconds since the epoch. After a rotation `previous` is the older public key, good until `previous_until`. `until`: when the
+    name ends by itself; 0: never.
     """
 
     role: str
@@ -26,7 +27,12 @@ class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
     client: str = ""
     previous: str = ""
     previous_until: float = 0.0
+    until: float = 0.0
     revoked: bool = False
+
+    def is_good(self, wall: float) -> bool:
+        """Whether its holder is let in at the time `wall`."""
+        return not self.revoked and not 0.0 < self.until <= wall
 
 
 class AllowList(msgspec.Struct, kw_only=True):
@@ -58,7 +64,7 @@ def grants_of(allowed: AllowList, wall: float) -> dict[str, Grant]:
     found: dict[str, Grant] = {}
     for name, entry in allowed.clients.items():
         publics = [entry.public, entry.previous] if wall < entry.previous_until else [entry.public]
-        if not entry.revoked:
+        if entry.is_good(wall):
             found |= {public: grant(name, entry.role, entry.client) for public in publics if public}
     return found
 

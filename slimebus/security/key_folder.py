@@ -44,11 +44,11 @@ def init(folder: Path) -> None:
         add(folder, role, role)
 
 
-def add(folder: Path, name: str, role: str, *, client: str = "", public: str = "") -> Path | None:
-    """Let a new key in, and return its file; None when only a `public` key was given, with its secret elsewhere."""
+def add(folder: Path, name: str, role: str, *, client: str = "", public: str = "", until: float = 0.0) -> Path | None:
+    """Let a new key in, and return its file; None when only a `public` key was given, with its secret elsewhere. until: as of Entry."""
     with _changing(folder) as allowed:
         _check_new(folder, allowed, name, role, public)
-        allowed.clients[name] = Entry(role=role, public=public, client=client)
+        allowed.clients[name] = Entry(role=role, public=public, client=client, until=until)
         return None if public else _make_key(folder, allowed, name)
 
 
@@ -81,7 +81,7 @@ def _check_new(folder: Path, allowed: AllowList, name: str, role: str, public: s
     if role not in ROLES:
         raise UsageError(f"role {role!r}; expected one of {', '.join(ROLES)}")
     known = allowed.clients.get(name)
-    if known is not None and not known.revoked:
+    if known is not None and known.is_good(time.time()):
         raise UsageError(f"{folder} has a key {name!r} already; `slimebus keys rotate {name}` replaces it, or choose another name")
     if public and not is_key(public):
         raise UsageError(f"public key {public[:60]!r}; expected 40 characters of Z85")
@@ -111,8 +111,8 @@ def rotate(folder: Path, name: str, *, grace_s: float) -> Path:
 
 def _entry(folder: Path, allowed: AllowList, name: str) -> Entry:
     entry = allowed.clients.get(name)
-    if entry is None or entry.revoked:
-        names = ", ".join(n for n, e in allowed.clients.items() if not e.revoked) or "none"
+    if entry is None or not entry.is_good(time.time()):
+        names = ", ".join(n for n, e in allowed.clients.items() if e.is_good(time.time())) or "none"
         raise UsageError(f"{folder} has no key {name!r} to change; there are: {names}")
     return entry
 

@@ -1,1 +1,1 @@
-"""Many runs that answer one question: started, resumed and stopped (plan, runner), then compared with their uncertainty."""
+"""Many runs that answer one question: started and resumed (plan, runner), then compared with their uncertainty."""

@@ -13,8 +13,7 @@ import msgspec
 
 from slimebus.bus.errors import UsageError
 from slimebus.sweep import plots
-from slimebus.sweep.results import ETA, RunResult, by_condition, number
-from slimebus.sweep.statistics import conclusion, estimate, score_of, short, speed_of
+from slimebus.sweep.results import ETA, RunResult, by_condition, conclusion, estimate, number, score_of, short, speed_of
 from slimebus.telemetry.formatting import columns, duration
 
 HEADER = ("seeds", "last score", "steps", "time", "samples/s", "mean lag", "ESS", "ESS of samples", "m2", "")

@@ -15,17 +15,10 @@ from slimebus.config.convert import Converter, nearest, nearest_of
 from slimebus.config.field_rules import evaluation_problems
 from slimebus.config.file_checks import file_problems
 from slimebus.config.load import raise_all, read, read_map, without
-from slimebus.config.schema import OPEN_MAPS, Natural, Positive, Processes, Section, paths
+from slimebus.config.schema import OPEN_MAPS, Natural, Processes, Section, paths
 
 OWN = ("seed", "run_dir", "name")
 """Options that the sweep sets for each trial."""
-
-
-class EarlyStop(Section, frozen=True):
-    """When a trial is hopeless: see runner.py:hopeless."""
-
-    after: Positive = 1
-    """[versions] No trial is stopped before its evaluation of this version."""
 
 
 class Plan(Section, frozen=True):
@@ -55,8 +48,6 @@ class Plan(Section, frozen=True):
     """[list] Numbers of GPUs, dealt evenly to the trials that run at the same time (CUDA_VISIBLE_DEVICES)."""
     cpus: list[Natural] = []
     """[list] Numbers of CPUs, dealt likewise (affinity, on Linux); empty: trials share all."""
-    early_stop: EarlyStop | None = None
-    """[map] Stop hopeless trials; without it all run to their end."""
 
 
 class Trial(msgspec.Struct, frozen=True):

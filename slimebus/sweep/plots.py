@@ -7,8 +7,7 @@ from operator import ge
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from slimebus.sweep.results import BUCKETS, RunResult, by_condition, number
-from slimebus.sweep.statistics import Estimate, score_of, short, speed_of
+from slimebus.sweep.results import BUCKETS, Estimate, RunResult, by_condition, number, score_of, short, speed_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

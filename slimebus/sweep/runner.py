@@ -8,29 +8,25 @@ FOLDER/logs/NAME.log           all that its processes wrote
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from slimebus.atomic_file import replacing
+from slimebus.atomic_file import make_private, replacing
 from slimebus.bus.errors import ConfigError, DataError, SlimebusError, UsageError
 from slimebus.cli.commands.up import arguments_of
-from slimebus.process.launch import SLIMEBUS, ChildProcess, ProcessGroup, wait_until_left
-from slimebus.sweep.plan import EarlyStop, Sweep, Trial
+from slimebus.process.launch import SLIMEBUS, ChildProcess, ProcessGroup, locked, wait_until_left
+from slimebus.sweep.plan import Sweep, Trial
 from slimebus.view import report
 from slimebus.view.report import main_dataset
-from slimebus.weights.host.file_lock import FileLock
 
-POLL_S, SCORES_POLL_S = 0.5, 5.0
-STOP_S = 15.0
-"""For a run to end in order."""
-MIN_OTHERS = 3
-"""Finished trials that it takes to call another one hopeless."""
+POLL_S = 0.5
+LEAVE_S = 30.0
+"""In which the broker of a trial that was killed has left."""
 NAME_MISTAKE = "did you mean"
 """In a problem that another trial could not be without: the sweep is refused, and not the trial alone."""
 
@@ -41,7 +37,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     condition: dict[str, str]
     options: dict[str, Any]
     seed: int
-    state: Literal["new", "running", "done", "failed", "refused", "stopped"] = "new"
+    state: Literal["new", "running", "done", "failed", "refused"] = "new"
     reason: str = ""
     starts: int = 0
     seconds: float = 0.0
@@ -67,21 +63,18 @@ def read_outcome(sweep: Sweep, trial: Trial) -> Outcome:
 
 def write_outcome(sweep: Sweep, trial: Trial, outcome: Outcome) -> None:
     """Replace trial.json in one move."""
-    sweep.run_dir(trial).mkdir(parents=True, exist_ok=True)
+    make_private(sweep.run_dir(trial))
     with replacing(sweep.run_dir(trial) / "trial.json") as file:
         file.write(json.dumps(msgspec.to_builtins(outcome), indent=1).encode())  # an option may be infinite
 
 
-class Running:
+class Running(NamedTuple):
     """A trial under way, on one of the `parallel` shares of the machine."""
 
-    def __init__(self, trial: Trial, outcome: Outcome, child: ChildProcess, share: int) -> None:
-        self.trial, self.outcome, self.child, self.share = trial, outcome, child, share
-        self.begun_at, self.earlier_s, self.scores_read_at = time.monotonic(), outcome.seconds, 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self.earlier_s + time.monotonic() - self.begun_at
+    trial: Trial
+    child: ChildProcess
+    share: int
+    begun_at: float
 
 
 class Runner:
@@ -98,11 +91,10 @@ class Runner:
         Raises UsageError while another process runs this sweep.
         """
         self.sweep.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.sweep.folder / "lock")
-        if not lock.acquire():
-            raise UsageError(f"{self.sweep.folder}: {lock.owner()} runs this sweep")
-        waiting = [trial for trial in self.sweep.trials if self.outcomes[trial.name].state in ("new", "running")]
-        try:
+        with locked(self.sweep.folder / "lock", 0.0) as is_ours:
+            if not is_ours:
+                raise UsageError(f"{self.sweep.folder}: another process runs this sweep")
+            waiting = [trial for trial in self.sweep.trials if self.outcomes[trial.name].state in ("new", "running")]
             waiting = self._without_refused(waiting) if waiting else []
             with ProcessGroup(self.sweep.folder / "logs") as group:
                 while waiting or self.running:
@@ -111,8 +103,6 @@ class Runner:
                     for running in list(self.running):
                         self._poll(group, running)
                     time.sleep(POLL_S)
-        finally:
-            lock.release()
 
     def _without_refused(self, waiting: list[Trial]) -> list[Trial]:
         problems = asked_refusals(self.sweep)
@@ -129,28 +119,27 @@ class Runner:
         plan, outcome = self.sweep.plan, self.outcomes[trial.name]
         outcome.state, outcome.reason, outcome.starts = "running", "", outcome.starts + 1
         write_outcome(self.sweep, trial, outcome)
-        wait_until_left(self.sweep.run_dir(trial), 2 * STOP_S)
+        wait_until_left(self.sweep.run_dir(trial), LEAVE_S)
         share = min(set(range(plan.parallel)) - {running.share for running in self.running})
         gpus, cpus = (dealt(ids, plan.parallel, share) for ids in (plan.gpus, plan.cpus))
         arguments = ["up", *arguments_of(self.sweep.base, self.sweep.flags(trial)), "--workers", str(plan.workers)]
         child = group.start(trial.name, arguments, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
         if cpus and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(child.process.pid, cpus)  # before it has started anything
-        self.running.append(Running(trial, outcome, child, share))
+        self.running.append(Running(trial, child, share, time.monotonic()))
         self.say(f"{self._heading(trial)} begins" + (f", start {outcome.starts}" if outcome.starts > 1 else ""))
 
     def _poll(self, group: ProcessGroup, running: Running) -> None:
-        """End it, or have it ended, where there is a reason."""
+        """Take it out where it has ended, with what it left behind."""
         code = running.child.process.poll()
-        if code is not None:
-            self._take_out(group, running)
-            self._end(running.trial, "failed" if code else "done", reason_in(running.child.log_file, code) if code else "")
-        elif self.sweep.plan.early_stop and time.monotonic() - running.scores_read_at > SCORES_POLL_S:
-            running.scores_read_at = time.monotonic()
-            others = [self.scores(t) for t in self.sweep.trials if self.outcomes[t.name].state == "done"]
-            if why := hopeless(self.scores(running.trial), others, self.sweep.plan.early_stop):
-                self._take_out(group, running)
-                self._end(running.trial, "stopped", why)
+        if code is None:
+            return
+        running.child.kill()
+        group.children.remove(running.child)
+        self.running.remove(running)
+        outcome = self.outcomes[running.trial.name]
+        outcome.seconds = round(outcome.seconds + time.monotonic() - running.begun_at, 1)
+        self._end(running.trial, "failed" if code else "done", reason_in(running.child.log_file, code) if code else "")
 
     def scores(self, trial: Trial) -> report.Rows:
         """Its evaluations so far."""
@@ -158,11 +147,6 @@ class Runner:
             found = report.read(self.sweep.run_dir(trial))
             return found.evaluations(self.sweep.plan.score or main_dataset(row["dataset"] for row in found.evals))
         return []
-
-    def _take_out(self, group: ProcessGroup, running: Running) -> None:
-        group.stop_one(running.child, STOP_S)
-        running.outcome.seconds = round(running.seconds, 1)
-        self.running.remove(running)
 
     def _end(self, trial: Trial, state: Any, reason: str) -> None:
         outcome = self.outcomes[trial.name]
@@ -190,21 +174,6 @@ def dealt(ids: Sequence[int], parallel: int, share: int) -> Sequence[int]:
     """The ids that one of `parallel` trials gets."""
     size = len(ids) // parallel
     return ids[share * size : (share + 1) * size]
-
-
-def hopeless(rows: report.Rows, others: Sequence[report.Rows], rule: EarlyStop) -> str:
-    """Why a trial with these evaluations need not go on; empty when it may.
-
-    The median stopping rule (Golovin et al., "Google Vizier", 2017, section 3.2.1) with a margin: its best score so far, at the upper end
-    of its 95% interval, is below the median of what the others, finished ones, had reached by the same version.
-    """
-    if not rows or rows[-1]["version"] < rule.after:
-        return ""
-    version, best = rows[-1]["version"], max(row["high"] for row in rows)
-    reached = [max(scores) for other in others if (scores := [row["mean_reward"] for row in other if row["version"] <= version])]
-    if len(reached) >= MIN_OTHERS and best < statistics.median(reached):
-        return f"hopeless at version {version}: at best {best:.3f}, median of {len(reached)} others {statistics.median(reached):.3f}"
-    return ""
 
 
 def reason_in(log: Path, code: int) -> str:

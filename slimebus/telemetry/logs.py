@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from slimebus.bus.envelope import one_line
 from slimebus.telemetry.metrics import RECORDS_LOG, JsonLines
 
 WARNINGS = (100, 0.5)
@@ -24,7 +25,7 @@ def set_up(role: str, *, debug: bool = False, run_dir: Path | None = None) -> No
     run_dir: warnings and errors are also kept there, for commands that look at the run (RUN_DIR/logs/warnings-ROLE.jsonl).
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {role} %(levelname)s: %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(PrintableFormatter(f"%(asctime)s {role} %(levelname)s: %(message)s", datefmt="%H:%M:%S"))
     if not debug:
         handler.addFilter(Throttle())
     root = logging.getLogger()
@@ -34,6 +35,16 @@ def set_up(role: str, *, debug: bool = False, run_dir: Path | None = None) -> No
     root.setLevel(logging.WARNING)
     for name in ("slimebus", "broker", "rollout", "trainer", role):
         logging.getLogger(name).setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+class PrintableFormatter(logging.Formatter):
+    """What peers put into a line neither breaks it nor reaches the terminal as a command; a text that breaks its own lines keeps them."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Called by logging."""
+        lines = record.message.split("\n") if "\n" in str(record.msg) else [record.message]
+        record.message = "\n".join(map(one_line, lines))
+        return super().formatMessage(record)
 
 
 class KeptWarnings(logging.Handler):

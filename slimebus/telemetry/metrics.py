@@ -12,6 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from slimebus.atomic_file import make_private
 from slimebus.bus.errors import UsageError
 
 RECORDS_LOG = "slimebus.records"
@@ -70,7 +71,7 @@ class JsonLines:
         try:
             file = path.open("ab", buffering=0)
         except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(path.parent)
             file = path.open("ab", buffering=0)
         with file:
             begin = file.tell()

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from slimebus.atomic_file import make_private
 from slimebus.bus.errors import EXIT_FAILURE, DataError, SlimebusError, UsageError
 from slimebus.bus.transport.server import bind_socket
 from slimebus.client.connect import visit
@@ -20,7 +21,7 @@ from slimebus.config.engine_plan import placement, visible
 from slimebus.process.launch import ChildProcess, ProcessGroup, free_port, locked, wait_until_left
 from slimebus.security.exposure import reachable
 from slimebus.view import report, terminal
-from slimebus.view.result_table import result_table
+from slimebus.view.report import result_table
 from slimebus.view.run_status import ask_status
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class LocalRun:
         in_use = f"the run in {run_dir} is running: its %s has the folder open; end it first, or give another --name or --run-dir"
         if not wait_until_left(run_dir, LEAVE_S):
             raise UsageError(in_use % "broker")
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_private(run_dir)
         with locked(run_dir / UP_LOCK, LEAVE_S) as is_ours:
             if not is_ours:
                 raise UsageError(in_use % "`slimebus up`")

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
 
 FILE = "status.json"
-MAX_STEPS = 64
-"""Kept of those that were seen."""
 OF_BROKER = {"run", "lineage", "state", "step", "version", "steps", "clients", "waste", "waiting"}
 
 
@@ -65,21 +63,13 @@ class RunStatus:
                 self._address = broker_address(self.resolved, self.broker)
                 asked = visit(self.resolved, self._address, what=self.what, role="viewer", patience_s=patience_s)
                 self._client = self._opened.enter_context(asked)
-            self.status = self._with_earlier_steps(ask_status(self._client, self.timeout_s))
+            self.status = ask_status(self._client, self.timeout_s)
             self.made_at, self.problem = time.time(), None
         except SlimebusError as bad:
             self.problem = bad
             self.close()
             if bad.code == "wrong_run" or not is_listening(self._address):  # one that listens and does not answer may be starting
                 self._read_file()
-
-    def _with_earlier_steps(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The status, with the steps seen before of which a broker that was started again knows no more."""
-        if (found["run"], found["lineage"]) != (self.status.get("run"), self.status.get("lineage")):
-            return found
-        first = found["steps"][0]["step"] if found["steps"] else found["step"]
-        earlier = [row for row in self.status["steps"] if row["step"] < first]
-        return found | {"steps": [*earlier, *found["steps"]][-MAX_STEPS:]}
 
     def close(self) -> None:
         """Leave the broker."""

@@ -26,7 +26,7 @@ from rollout.embedded.model_weights import expected_shapes
 from rollout.engines.pool import EnginePool
 from rollout.weights.sync import WeightSync
 from slimebus.config.schema import RunConfig
-from slimebus.weights.host.safetensors_file import write_model
+from slimebus.weights.host.safetensors_file import WEIGHTS_FILE, write_file
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionInfo, VersionStore
 from slimebus.weights.tensors import as_tensor
@@ -79,7 +79,7 @@ def make_model(directory: Path, config: dict[str, Any]) -> Tensors:
     rng = np.random.default_rng(0)
     block = (rng.standard_normal(1 << 22, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
     tensors = {name: np.resize(block.astype(np.uint16), shape) for name, shape in shapes.items()}
-    write_model(directory, {name: as_tensor(name, tensor) for name, tensor in tensors.items()})
+    write_file(directory / WEIGHTS_FILE, {name: as_tensor(name, tensor) for name, tensor in tensors.items()})
     return tensors
 
 

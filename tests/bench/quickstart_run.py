@@ -183,12 +183,12 @@ def looked_at(run_dir: Path) -> Iterator[None]:
 
 def _look(url_file: Path, ended: threading.Event) -> None:
     while not ended.wait(POLL_S):
-        with suppress(OSError), urllib.request.urlopen(url_file.read_text() + "events", timeout=30) as events:
+        with suppress(OSError), urllib.request.urlopen(url_file.read_text().replace("/?", "/events?"), timeout=30) as events:
             while not ended.is_set() and events.readline():
                 pass
 
 
 def _scrape(url_file: Path, ended: threading.Event) -> None:
     while not ended.wait(SCRAPE_S):
-        with suppress(OSError), urllib.request.urlopen(url_file.read_text() + "metrics", timeout=30) as answer:
+        with suppress(OSError), urllib.request.urlopen(url_file.read_text().replace("/?", "/metrics?"), timeout=30) as answer:
             answer.read()

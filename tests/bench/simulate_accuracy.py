@@ -18,7 +18,6 @@ from quickstart_run import Measured
 
 from broker.simulate.calibrate import calibrate
 from broker.simulate.simulated_run import simulate
-from broker.simulate.workload import load_ratio, mean_staleness
 
 STEPS, BASE_STEPS = 30, 120
 """Of a predicted run; of the one that is calibrated from, which must tell a step's fixed time from that of its tokens."""
@@ -46,14 +45,12 @@ OPTIONS = {
 
 
 class Predicted(NamedTuple):
-    """One run: what was measured, simulated, and the closed form with its rho."""
+    """One run: what was measured and what was simulated."""
 
     name: str
     measured: Measured
     steps_per_s: float
     lag_mean: float
-    formula: float
-    rho: float
 
     @property
     def errors(self) -> list[float]:
@@ -70,9 +67,8 @@ def predict(folder: Path, steps: int = STEPS, configurations: list[dict[str, int
     for changes, measured in zip(configurations, made, strict=True):
         cores = _cores(measured if changes.get("max_staleness") != 0 else made[0]) if base.cores else 0
         workload = msgspec.structs.replace(base, **changes, cores=cores, steps=steps if changes else base.steps)
-        outcome, of_itself = simulate(workload), calibrate(measured.run_dir, _cores(measured))
-        formula, rho = mean_staleness(of_itself), load_ratio(of_itself)
-        found.append(Predicted(_name(changes), measured, outcome.steps_per_s, outcome.lag_mean, formula, rho))
+        outcome = simulate(workload)
+        found.append(Predicted(_name(changes), measured, outcome.steps_per_s, outcome.lag_mean))
     return found
 
 
@@ -104,12 +100,12 @@ def rows(found: list[Predicted]) -> list[Row]:
 
 def markdown(found: list[Predicted]) -> str:
     """A line for each run."""
-    heads = ("run", "steps/s measured", "predicted", "error", "mean lag measured", "predicted", "error", "rho", "formula")
+    heads = ("run", "steps/s measured", "predicted", "error", "mean lag measured", "predicted", "error")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for one in found:
         shown = [f"{error:.0%}" for error in one.errors] + [""]
         pace = [f"{one.measured.steps_per_s:.2f}", f"{one.steps_per_s:.2f}", shown[0]]
-        lag = [f"{one.measured.lag_mean:.2f}", f"{one.lag_mean:.2f}", shown[1], f"{one.rho:.2f}", f"{one.formula:.2f}"]
+        lag = [f"{one.measured.lag_mean:.2f}", f"{one.lag_mean:.2f}", shown[1]]
         lines.append("| " + " | ".join([one.name, *pace, *lag]) + " |")
     return "\n".join(lines)
 

@@ -1,16 +1,16 @@
 """A broker's state machine at a desk: requests go in, answers come out, time moves when told."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from made_samples import frames, made
+from numbered_prompts import NumberedPrompts
 
 from broker.machine import Machine
 from broker.service import RESTORED_TABLES
 from broker.state.effects import Address, Event, Note, Notify, Record, Reply, StepHistory, Write
-from broker.state.prompt_source import Prompt, PromptSource
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from broker.store import MemoryStore
@@ -19,28 +19,13 @@ from slimebus.bus import messages as m
 from slimebus.bus.errors import ProtocolError
 
 
-class Numbers(PromptSource):
-    """A source of `size` numbered prompts."""
-
-    fingerprint = "numbers"
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def take(self, position: int) -> Prompt | None:
-        return Prompt(f"0/{position}", position, b"\xa6prompt") if position < self.size else None
-
-    def find(self, prompt_id: str) -> Prompt | None:
-        return self.take(int(prompt_id.split("/")[1]))
-
-
 class Desk:
     """One machine with a memory store, a clock, and short names for what workers and trainers do."""
 
     def __init__(self, prompts: int = 100, **rules: Any) -> None:
         settings: dict[str, Any] = {"batch_size": 2, "max_staleness": 1, "lease_s": 10.0, "heartbeat_s": 1.0, "client_timeout_s": 20.0}
         self.rules = Rules(**(settings | rules))
-        self.source, self.store, self.now, self.request, self.first_id = Numbers(prompts), MemoryStore(), 100.0, 0, 1
+        self.source, self.store, self.now, self.request, self.first_id = NumberedPrompts(prompts), MemoryStore(), 100.0, 0, 1
         self.epochs: dict[str, int] = {}
         self.answers: dict[int, m.Message] = {}
         self.hints: list[m.Hint] = []
@@ -198,3 +183,15 @@ def desk() -> Desk:
 def new_desk() -> type[Desk]:
     """For other rules: `new_desk(max_staleness=0)`."""
     return Desk
+
+
+@pytest.fixture
+def begun_desk() -> Callable[..., Desk]:
+    """The same, with a trainer and a worker at version 0."""
+
+    def make(**rules: Any) -> Desk:
+        desk = Desk(**rules)
+        desk.begin()
+        return desk
+
+    return make

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from made_samples import frames, made
 from manual_clock import ManualClock
+from numbered_prompts import NumberedPrompts
 
 from broker.service import Broker
 from broker.state.effects import StepHistory
-from broker.state.prompt_source import Prompt, PromptSource
 from broker.state.rules import Rules
 from broker.store import MemoryStore, StoreError, StoreRefusal, Write
 from slimebus.bus import envelope
@@ -40,23 +40,13 @@ class FailingStore(MemoryStore):
         return self.full
 
 
-class Numbers(PromptSource):
-    fingerprint = "numbers"
-
-    def take(self, position: int) -> Prompt | None:
-        return Prompt(f"0/{position}", position, b"prompt")
-
-    def find(self, prompt_id: str) -> Prompt | None:
-        return self.take(int(prompt_id.split("/")[1]))
-
-
 class Bench:
     """A broker whose clock, store and requests are in the test's hand."""
 
     def __init__(self, store: Any) -> None:
         self.clock, self.store = ManualClock(100.0), store
         rules = Rules(batch_size=1, max_staleness=2, lease_s=10.0, heartbeat_s=1.0, client_timeout_s=5.0, max_attempts=1)
-        self.broker = Broker(rules, Numbers(), store, run="r", clock=self.clock)
+        self.broker = Broker(rules, NumberedPrompts(), store, run="r", clock=self.clock)
         self.arriving: list[Request] = []
         self.meanwhile: list[Callable[[], object]] = []
         """What happens while the store cannot be written, one after the other; then there is room."""
@@ -275,7 +265,7 @@ def test_a_damaged_prompt_is_read_from_the_source_again(bench: Bench) -> None:
     assert isinstance(answer, m.Error)
     assert answer.retryable
     assert leased(bench.lease(50)).group == group.group
-    assert bench.store.get("prompts", group.group) == b"prompt"
+    assert bench.store.get("prompts", group.group) == b"\xa6prompt"
 
 
 def test_damage_found_while_the_disk_is_full_is_mended_once_it_can_be_written(bench: Bench) -> None:
@@ -328,7 +318,7 @@ def test_what_the_store_will_never_take_is_the_error_of_its_request_alone() -> N
 def test_a_commit_that_takes_long_moves_no_group_of_its_step(tmp_path: Path) -> None:
     clock = ManualClock(100.0)
     broker = Broker(
-        Rules(batch_size=1, max_staleness=2), Numbers(), MemoryStore(), run="r", clock=clock, metrics_path=tmp_path / "broker.jsonl"
+        Rules(batch_size=1, max_staleness=2), NumberedPrompts(), MemoryStore(), run="r", clock=clock, metrics_path=tmp_path / "broker.jsonl"
     )
     try:
         clock.advance(0.5)

@@ -1,36 +1,27 @@
 """What configs/quickstart/make.py promises about its files, and reward.py about its numbers."""
 
 import hashlib
-import importlib.util
 import json
 import random
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from recipe import CONFIGS, load
 
 from slimebus.bus.errors import SlimebusError
 
-RECIPE = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
+RECIPE = CONFIGS / "quickstart"
 SPLITS = ("sft", "rl", "heldout", "layout")
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"quickstart_{name}", RECIPE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-task = load("task")
-reward = load("reward").reward
+task = load("quickstart/task.py")
+reward = load("quickstart/reward.py").reward
 
 
 def make(out: Path, seed: int) -> Path:
@@ -190,7 +181,7 @@ def test_transformers_loads_every_weight(made: Path) -> None:
 
 
 def test_a_second_run_keeps_the_results_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quickstart = load("quickstart")
+    quickstart = load("quickstart/quickstart.py")
     monkeypatch.setattr(quickstart.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
     folder = tmp_path / "quickstart"
     for seed in range(3):
@@ -203,7 +194,7 @@ def test_a_second_run_keeps_the_results_of_the_first(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(("layouts", "stages"), [([0.97], 1), ([0.035, 0.96], 2), ([0.0] * 5, 5)])
 def test_a_warm_up_that_fails_its_check_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layouts: list[float], stages: int) -> None:
     """Also where --warm-up-steps is given."""
-    quickstart, files = load("quickstart"), list[Path]()
+    quickstart, files = load("quickstart/quickstart.py"), list[Path]()
     scores = iter(layouts)
     rows = SimpleNamespace(evaluations=lambda name: [{"mean_reward": next(scores)}])
 
@@ -222,7 +213,7 @@ def test_a_warm_up_that_fails_its_check_goes_on(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_stage_that_fails_shows_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quickstart, log = load("quickstart"), tmp_path / "trainer.log"
+    quickstart, log = load("quickstart/quickstart.py"), tmp_path / "trainer.log"
     log.write_text("\n".join(f"line {i}" for i in range(100)))
     failed = SimpleNamespace(name="trainer", log_file=log, process=SimpleNamespace(returncode=1))
     monkeypatch.setattr(quickstart, "resolve", lambda file: None)
@@ -234,7 +225,7 @@ def test_a_stage_that_fails_shows_the_end_of_its_log(tmp_path: Path, monkeypatch
 
 
 def test_an_interrupted_quick_start_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    quickstart = load("quickstart")
+    quickstart = load("quickstart/quickstart.py")
     monkeypatch.setattr(quickstart.sys, "argv", ["quickstart.py", "--run-dir", "there", "--steps", "5"])
 
     def interrupt(**_: Any) -> None:

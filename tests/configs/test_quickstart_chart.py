@@ -1,17 +1,13 @@
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe import load
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.view.report import Report
 
-spec = importlib.util.spec_from_file_location("quickstart_chart", Path(__file__).parents[2] / "configs" / "quickstart" / "chart.py")
-assert spec is not None
-assert spec.loader is not None
-chart = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(chart)
+chart = load("quickstart/chart.py")
 
 EVALS = [
     {"dataset": "held", "time": 100.0, "mean_reward": 0.43, "low": 0.39, "high": 0.47, "num_samples": 512},

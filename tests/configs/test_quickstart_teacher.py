@@ -1,23 +1,16 @@
 """The quick start's teacher scores the tokens that the student sampled."""
 
 import asyncio
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-
-FILE = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "teacher.py"
+from recipe import load
 
 
 def test_each_token_has_its_logprob_given_those_before_and_the_first_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("quickstart_teacher", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("quickstart/teacher.py")
     odds = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8], [0.6, 0.2, 0.2]])  # of the next token, by the one before
     monkeypatch.setattr(module, "teacher", lambda: lambda ids: SimpleNamespace(logits=odds.log()[ids]))
     session = SimpleNamespace(token_ids=np.array([2, 0, 1, 2], np.int32), extras={})

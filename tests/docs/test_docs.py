@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 import pytest
+from command_tree import leaves
 
 from slimebus.cli.root import root
-from slimebus.config.fields import fields_of, sections
 from slimebus.config.flags import ConfigCommand
-from slimebus.config.schema import OPEN_MAPS, SECTIONS, EvalDataset, paths
+from slimebus.config.schema import OPEN_MAPS, SECTIONS, EvalDataset, fields_of, paths, sections
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*/README.md")])
@@ -57,17 +57,6 @@ def command_lines(text: str, program: str) -> list[list[str]]:
             if words and words[0] == program:
                 found.append(words[1:])
     return found
-
-
-def leaves(command: click.Command, name: str = "slimebus") -> Iterator[tuple[str, click.Command]]:
-    """Each command that does something, by its full name; the root as `slimebus`."""
-    if name == "slimebus" or not isinstance(command, click.Group):
-        yield name, command
-    if isinstance(command, click.Group):
-        for child in command.list_commands(click.Context(command)):
-            found = command.get_command(click.Context(command), child)
-            assert found is not None
-            yield from leaves(found, f"{name} {child}")
 
 
 COMMANDS = dict(leaves(root))
@@ -193,9 +182,9 @@ def test_configuration_document_is_up_to_date() -> None:
     assert file.read_text() == made, "write it with SLIMEBUS_WRITE_GOLDEN=1 python -m pytest tests/docs -k configuration"
 
 
-def test_a_run_has_at_most_136_config_fields() -> None:
+def test_a_run_has_at_most_137_config_fields() -> None:
     fields = len(paths()) + len(OPEN_MAPS) + len(fields_of(EvalDataset))
-    assert fields <= 136, f"{fields} fields; which would a user never set?"
+    assert fields <= 137, f"{fields} fields; which would a user never set?"
 
 
 @each_document
@@ -330,11 +319,16 @@ def test_the_code_has_every_sentence_that_troubleshooting_explains(heading: str)
 # --- models ---
 
 
+def model_rows() -> list[tuple[list[str], list[str]]]:
+    """The model types that a row of docs/models.md is about, and its cells."""
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in read("docs/models.md").splitlines() if row.startswith("| ")]
+    return [(re.findall(r"`(\w+)`", row[1]), row) for row in rows if len(row) == 5]
+
+
 def test_models_document_lists_the_families_that_are_trained() -> None:
     from trainer.hf.families import VERIFIED, WRONG
 
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in read("docs/models.md").splitlines() if row.startswith("| ")]
-    trained = {kind: row[2] for row in rows if len(row) == 5 for kind in re.findall(r"`(\w+)`", row[1]) if kind != "model_type"}
+    trained = {kind: row[2] for kinds, row in model_rows() for kind in kinds if kind != "model_type"}
     assert {kind for kind, answer in trained.items() if answer == "yes"} == VERIFIED.keys()
     assert {trained[kind] for kind in WRONG} == {"no"}
 
@@ -342,6 +336,5 @@ def test_models_document_lists_the_families_that_are_trained() -> None:
 def test_models_document_says_which_families_the_embedded_engine_serves() -> None:
     from rollout.embedded.model_config import ARCHITECTURES
 
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in read("docs/models.md").splitlines() if row.startswith("| ")]
-    served = {kind for row in rows if len(row) == 5 and row[3] == "end to end" for kind in re.findall(r"`(\w+)`", row[1])}
+    served = {kind for kinds, row in model_rows() if row[3] == "end to end" for kind in kinds}
     assert served == {name.removesuffix("ForCausalLM").lower() for name in ARCHITECTURES} - {"mistral"}  # which is not trained

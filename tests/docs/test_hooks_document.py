@@ -19,8 +19,7 @@ from rollout.worker.groups import Dropped, GroupMaker
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample
 from slimebus.config import resolve
-from slimebus.config.fields import sections
-from slimebus.config.schema import RewardName
+from slimebus.config.schema import RewardName, sections
 from trainer.batches.batch import Group
 from trainer.objective.build_objective import build_objective
 

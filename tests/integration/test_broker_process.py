@@ -95,6 +95,11 @@ def test_sigterm_ends_the_broker_within_two_seconds(broker: LiveBroker) -> None:
     assert broker.process.wait(2.0) == 0
 
 
+def test_what_a_broker_writes_is_for_its_owner_alone(broker: LiveBroker) -> None:
+    assert broker.status()["run"] == "live"
+    assert broker.run_dir.stat().st_mode & 0o777 == 0o700
+
+
 def test_an_idle_broker_uses_next_to_no_cpu(broker: LiveBroker) -> None:
     broker.client("t", "trainer")
     clock = os.sysconf("SC_CLK_TCK")

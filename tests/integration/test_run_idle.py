@@ -37,7 +37,7 @@ def test_processes_that_wait_use_next_to_nothing(tmp_path: Path, task: Path) -> 
         worker.send(signal.SIGSTOP)
         broker = run.start("broker")
         url = wait_until("page", lambda: page_url(run.run_dir))
-        urllib.request.urlopen(url, timeout=60).close()  # it is up: that takes a moment of CPU
+        urllib.request.urlopen(url.replace("/?", "/config?"), timeout=60).close()  # it is up: that takes a moment of CPU
         run.wait_for("a trainer that waits for a batch", lambda s: any(p["kind"] == "batch" for p in s["parked"]))
         assert_idle([broker, trainer], "waiting for a batch; broker without workers")
 

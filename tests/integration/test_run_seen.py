@@ -47,7 +47,8 @@ class Seen:
 
     def scrape(self) -> None:
         for query in ("", "?per=process"):
-            with urllib.request.urlopen(f"{page_url(self.run.run_dir)}metrics{query}", timeout=30) as answer:
+            url = page_url(self.run.run_dir).replace("/?", f"/metrics{query}{'&' if query else '?'}")
+            with urllib.request.urlopen(url, timeout=30) as answer:
                 self.exported[query] = answer.read().decode()
 
 

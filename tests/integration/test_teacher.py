@@ -69,7 +69,8 @@ def test_a_teacher_refuses_what_its_engine_cannot_score_and_leaves_on_sigterm(tm
 
         waiting = run.start("rollout", "--teacher", str(task / "model"), name="waiting")
         exported = 'slimebus_consumer_groups{process="waiting"} 0'
-        run.wait_for("a heartbeat of the teacher", lambda _: exported in urlopen(f"{page_url(run.run_dir)}metrics").read().decode())
+        metrics = page_url(run.run_dir).replace("/?", "/metrics?")
+        run.wait_for("a heartbeat of the teacher", lambda _: exported in urlopen(metrics).read().decode())
         waiting.send(signal.SIGTERM)
         assert waiting.wait() == 0
         run.assert_none_alive(within_s=5.0, others=2)  # the broker and its page

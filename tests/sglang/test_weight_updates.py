@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_files import write_model
 from tiny_model import save_served, sglang_python
 
 from rollout.engines.dispatch import Dispatch
@@ -26,7 +27,7 @@ from rollout.samples.response import Response, Task
 from rollout.weights.sync import WeightSync
 from slimebus.bus.errors import WeightsError
 from slimebus.config.schema import EngineConfig, RunConfig
-from slimebus.weights.host.safetensors_file import read_model, write_model
+from slimebus.weights.host.safetensors_file import read_model
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import Tensor

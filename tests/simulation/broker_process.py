@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from simulation.actor import RUN
-from simulation.clock import MachineClock
 from simulation.disk import Disk
 
 from broker.machine import Machine
 from broker.service import RESTORED_TABLES, RETRY_S
+from broker.simulate.timeline import Timeline
 from broker.state.effects import Bulk, Effect, Event, Inline, Notify, Reply, StoredPayload, StoredPrompt, Write
 from broker.store import Damaged, StoreError
 from broker.suspend_tolerant_clock import SuspendTolerantClock
@@ -27,6 +27,21 @@ CRASH_POINTS: tuple[CrashPoint, ...] = ("decided", "committing", "committed", "a
 BURST = 4
 """Small, so that much waits unread while the broker is at work."""
 MAX_IDLE_S = 0.5
+
+
+class MachineClock:
+    """The clocks of one machine (broker.suspend_tolerant_clock.Clock), both of which a fault may move."""
+
+    def __init__(self, timeline: Timeline, *, monotonic_ahead_s: float = 0.0, wall_ahead_s: float = 0.0) -> None:
+        self.timeline, self.monotonic_ahead_s, self.wall_ahead_s = timeline, monotonic_ahead_s, wall_ahead_s
+
+    def monotonic(self) -> float:
+        """Seconds since some moment of this machine."""
+        return self.timeline.now + self.monotonic_ahead_s
+
+    def time(self) -> float:
+        """What this machine believes to be the time of day."""
+        return self.timeline.now + self.wall_ahead_s
 
 
 class Crashed(Exception):

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from simulation.actor import Actor, Request
 from simulation.broker_process import CRASH_POINTS
-from simulation.operator_client import Operator
 from simulation.rude import WideName
 from simulation.trainer import Checkpoint, Trainer
 from simulation.worker import Worker
@@ -137,6 +137,22 @@ def jump_broker_clocks(world: "World") -> None:
 def drift_clock(world: "World") -> None:
     """The clock of a worker's or trainer's machine runs up to a fifth too fast or too slow."""
     world.clock_rates[world.random.choice([world.trainer, *world.workers]).name] = world.random.uniform(0.8, 1.2)
+
+
+class Operator(Actor):
+    """A person at a command line: `slimebus set`, once, then gone."""
+
+    role = "client"
+
+    def __init__(self, world: "World", name: str, settings: dict[str, m.Scalar]) -> None:
+        self.settings = settings
+        super().__init__(world, name)
+
+    def begin(self, welcome: m.Welcome) -> None:
+        self.ask(m.Set(key=self.instance, settings=self.settings), lambda *_: self.leave())
+
+    def refused(self, error: m.Error, request: Request) -> None:
+        self.die()
 
 
 def change_settings(world: "World") -> None:

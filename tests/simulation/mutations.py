@@ -10,7 +10,7 @@ from simulation import broker_process
 
 from broker import suspend_tolerant_clock
 from broker.machine import Machine
-from broker.state import admission, batches, clients, ending, leases, partials, prompts, staleness, timeline, transitions
+from broker.state import admission, batches, clients, ending, leases, prompts, staleness, timeline, transitions
 from broker.state.broker_state import State
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
 from broker.state.waiting import WaitingRequests
@@ -20,7 +20,7 @@ from slimebus.bus.messages import BatchReply
 Patch = tuple[Any, str, Any]
 
 _apply_transition, _delete, _changed, _sender_of = transitions.apply_transition, State.delete, State.changed, clients.sender_of
-_park, _restore_meta, _drain_effects = WaitingRequests.park, Machine._restore_meta, Machine._drain_effects
+_park, _restore_meta, _drain_effects = WaitingRequests.park, State._restore_meta, Machine._drain_effects
 _reply_with_batch = batches._reply
 _recall = staleness.recall
 _commit = broker_process.BrokerProcess._commit
@@ -104,10 +104,9 @@ def _wait_anew(waiting: Any, key: Any, *request: Any) -> None:
     _park(waiting, key, *request)
 
 
-def _stay_finished(machine: Machine, meta: Any) -> None:
-    is_finishing = meta.finishing
-    _restore_meta(machine, meta)
-    meta.finishing = is_finishing
+def _stay_finished(state: State, meta: Any) -> None:
+    _restore_meta(state, meta)
+    state.meta.finishing = meta.finishing
 
 
 def _deal_first(machine: Machine) -> Any:
@@ -127,7 +126,7 @@ MUTATIONS: dict[str, Patch] = {
     "a repeated request waits anew": (WaitingRequests, "park", _wait_anew),
     "names may be of any length": (clients, "check_name", lambda what, name: None),
     "what a put says of its samples is believed": (sample_table, "_check_attempts", lambda table, num_samples: None),
-    "a finished run that is given more steps is still finished": (Machine, "_restore_meta", _stay_finished),
+    "a finished run that is given more steps is still finished": (State, "_restore_meta", _stay_finished),
     "nothing is ever stale": (staleness, "is_stale", lambda state, group, step: False),
     "an expired lease does not requeue": (transitions, "apply_transition", _forget_expiry),
     "a rewind keeps samples of abandoned versions": (transitions, "apply_transition", _keep_abandoned),
@@ -143,7 +142,7 @@ MUTATIONS: dict[str, Patch] = {
         "refusal_for",
         lambda state, client, needs_weights: admission.unready_weights(state, client),
     ),
-    "a rewind keeps partials of abandoned versions": (partials, "rewind", lambda state, step, version: None),
+    "a rewind keeps partials of abandoned versions": (leases, "rewind_partials", lambda state, step, version: None),
     "a recall has no deadline": (staleness, "recall", _recall_without_deadline),
     "partials are never deleted": (State, "delete", _keep_partials),
     "a put needs no lease": (

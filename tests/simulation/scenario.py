@@ -4,7 +4,7 @@ import random
 from typing import Literal
 
 import msgspec
-from simulation.numbered_prompts import NumberedPrompts
+from numbered_prompts import NumberedPrompts
 
 from broker.state.rules import EvalDataset, Rules
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MAX_TOLD = 3
 """Broken seeds whose last events are printed."""
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/fixtures")]
 
 
 @click.command()

@@ -99,9 +99,10 @@ def test_prompts_that_a_broker_without_any_record_skips_are_not_lost() -> None:
     watch._check_prompts(machine.state)
 
 
-def test_a_seed_replays_to_the_same_event_in_another_process() -> None:
+@pytest.mark.parametrize("what", [[], ["--engines"]])
+def test_a_seed_replays_to_the_same_event_in_another_process(what: list[str]) -> None:
     """Strings hash differently in each process; nothing may depend on it."""
-    command = [sys.executable, str(ROOT / "tests" / "simulation" / "simtest.py"), "--seed", "7", "--trace"]
+    command = [sys.executable, str(ROOT / "tests" / "simulation" / "simtest.py"), *what, "--seed", "7", "--trace"]
     told = [
         subprocess.run(command, env={"PYTHONHASHSEED": seed, "PATH": ""}, capture_output=True, text=True, check=True, timeout=60).stdout
         for seed in ("1", "2")

@@ -11,12 +11,11 @@ from typing import Any
 import msgspec
 from simulation import faults as fault_kinds
 from simulation import scenario as scenarios
-from simulation.account import Account
 from simulation.actor import Actor, Broken, require
 from simulation.broker_process import BrokerProcess
 from simulation.invariants import Invariants
 from simulation.network import Network
-from simulation.trainer import Checkpoint, Trainer
+from simulation.trainer import Account, Checkpoint, Trainer
 from simulation.worker import Worker
 
 from broker.simulate.timeline import Timeline

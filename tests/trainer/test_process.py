@@ -1,5 +1,7 @@
-"""What a trainer says that is interrupted."""
+"""What a trainer's process loads before it joins, and says when it is interrupted."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,14 @@ from slimebus.config import resolve
 from trainer import process
 from trainer.process import Debugging, run_trainer
 from trainer.session.broker_session import BrokerSession
+
+
+def test_what_runs_before_the_broker_is_joined_needs_no_torch() -> None:
+    code = """
+import sys, trainer.process, trainer.checkpoint.folder
+assert not {"torch", "megatron.core", "transformers"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
 
 
 @pytest.mark.parametrize("metrics", [{}, {"reward": 0.5}])

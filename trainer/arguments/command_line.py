@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from slimebus.config import Resolved
-from slimebus.config.fields import docstrings
 from slimebus.config.flags import ExternalOption
+from slimebus.config.schema import docstrings
 from trainer.arguments.checks import is_installed, megatron_problems, model_problems, option_table
 from trainer.objective.plugin_settings import known_settings
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from slimebus.atomic_file import replacing
+from slimebus.atomic_file import make_private, replacing
 from slimebus.bus.errors import ConfigError
 from slimebus.config import RunConfig
 from slimebus.config.agreement import OF_SAMPLING, OF_TRAINER, folder_hash, hook_text, shortened
@@ -88,6 +88,6 @@ def note_settings(run_dir: Path, settings: Mapping[str, str], *, is_resumed: boo
             old, new = before.get(name, UNSET), settings.get(name, UNSET)
             if old != new:
                 log.warning("changed since the run was last started: %s: %s -> %s", name, old, new)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_private(run_dir)
     with replacing(run_dir / FILE) as file:
         file.write(msgspec.json.format(msgspec.json.encode(dict(settings)), indent=2))

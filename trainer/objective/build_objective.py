@@ -10,7 +10,7 @@ import msgspec
 
 from slimebus.bus.errors import HookError
 from slimebus.config import Resolved, RunConfig
-from slimebus.config.convert import Converter, nearest_of
+from slimebus.config.convert import Converter, nearest_of, written_here
 from slimebus.config.load import raise_all
 from slimebus.process import hooks
 from trainer.objective.objective import Objective
@@ -67,7 +67,7 @@ def _load_plugin_class(kind: str, name: str, of: type[P], base: Path | None, pro
         problems.append(f"{KINDS[kind]}: {bad.text}")
         return None
     if name not in names(kind):
-        there = f"there are {', '.join(names(kind))}, or your own by import path, file.py:Class"
+        there = f"there are {', '.join(names(kind))}, or your own by import path, file.py:Class{written_here(KINDS[kind], name)}"
         problems.append(f"{KINDS[kind]}: no {name!r} in trainer/{kind}{nearest_of(name, names(kind))}; {there}")
         return None
     return class_in(importlib.import_module(f"trainer.{kind}.{name}"), of)

@@ -22,6 +22,9 @@ def problems(objective: Objective) -> Iterator[str]:
         yield f"algorithm.kl_coef: {a.kl_coef:g} puts the KL in the reward, and kl_loss_coef {a.kl_loss_coef:g} in the loss; keep one"
     if a.kl_coef and a.kl_loss_type == "unbiased":
         yield "algorithm.kl_loss_type: unbiased is a term of the loss and has no meaning in the reward (kl_coef); choose k1, k2 or k3"
+    if a.kl_loss_type == "k1" and a.kl_loss_coef:
+        why = "the gradient of k1 in the loss has no reference in it and is 0 in mean, so it holds nothing"
+        yield f"algorithm.kl_loss_type: {why}; take k2, k3 (the default) or unbiased, or put the KL in the reward (kl_coef)"
     if a.kl_loss_type and not a.kl_coef and not a.kl_loss_coef:
         yield f"algorithm.kl_loss_type: {a.kl_loss_type} of a KL with coefficient 0; set kl_loss_coef or kl_coef, or remove it"
     if a.ref_update_interval and not objective.needs_pass("reference_logprobs"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.engines.sglang.client import EngineClient
+from slimebus.atomic_file import make_private
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.config.engine_plan import EngineSpec, visible
 from slimebus.config.schema import RunConfig
@@ -46,7 +47,7 @@ class EngineProcess:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the command and return its process; what it writes is appended to the log."""
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self.log_path.parent)
         self._child = ChildProcess(self.command, log=self.log_path, environment=self.environment)
         return self._child.process
 
@@ -139,7 +140,7 @@ def _key_arguments(api_key: str, log_path: Path, arguments: tuple[str, ...]) -> 
     if not api_key or "--config" in arguments:
         return "", ()
     file = log_path.with_suffix(".config.yaml")
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_private(file.parent)
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         out.write(f"api-key: {api_key}\n")

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from typing import Any, NamedTuple
 
 import zmq
@@ -34,18 +34,22 @@ log = logging.getLogger("slimebus.transport")
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 REFRESH_S = 1.0
+HANDSHAKE_S = 10.0
+"""A connection that has not said by then who it is, is closed."""
 
 
 class _Watched(NamedTuple):
-    """A guarded socket, its monitor, and the file descriptors of its connections."""
+    """A guarded socket, its monitor, and the file descriptors of its connections with the time when each was accepted."""
 
     socket: Any
     monitor: Any
-    open: set[int]
+    open: dict[int, float]
 
 
 class ConnectionAuthenticator:
     """Answers ZAP for one context. keyring None: anyone may connect, up to `max_connections`.
+
+    Those in their handshake take no place of these: who opens thousands of connections and says nothing keeps nobody out.
 
     refused: connections turned away, by reason.
     """
@@ -53,6 +57,7 @@ class ConnectionAuthenticator:
     def __init__(self, context: Any, keyring: Keyring | None, *, max_connections: int, refused: Counter[str]) -> None:
         self.keyring, self.max_connections, self.refused = keyring, max_connections, refused
         self._watched: list[_Watched] = []
+        self._admitted_at = deque[float]()
         self._zap = context.socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind(ZAP_ADDRESS)
@@ -68,14 +73,25 @@ class ConnectionAuthenticator:
         with self._lock:
             return sum(len(watched.open) for watched in self._watched)
 
+    @property
+    def num_admitted(self) -> int:
+        """Open connections that have said who they are, or a few more. libzmq does not tell which of the young ones those are."""
+        young_since = time.monotonic() - HANDSHAKE_S
+        with self._lock:
+            while self._admitted_at and self._admitted_at[0] < young_since:
+                self._admitted_at.popleft()
+            times = [at for watched in self._watched for at in watched.open.values()]
+            return min(len(times), len(self._admitted_at) + sum(at < young_since for at in times))
+
     def guard(self, socket: Any) -> None:
-        """Have connections to this socket asked about, counted, and closed when they are dead; before it is bound."""
+        """Have connections to this socket asked about, counted, and closed when they are dead or say nothing; before it is bound."""
         close_dead_connections(socket)
+        socket.handshake_ivl = round(1000 * HANDSHAKE_S)
         socket.zap_domain = ZAP_DOMAIN
         if self.keyring is not None:
             serve_curve(socket, self.keyring.pair)
         with self._lock:
-            self._watched.append(_Watched(socket, watch_handshakes(socket, SERVER_EVENTS), set()))
+            self._watched.append(_Watched(socket, watch_handshakes(socket, SERVER_EVENTS), {}))
 
     def unguard(self, socket: Any) -> None:
         """Forget a socket that is about to be closed."""
@@ -120,23 +136,23 @@ class ConnectionAuthenticator:
             told = [(watched.open, *event) for watched in self._watched for event in handshakes(watched.monitor)]
             for connections, event, value in told:
                 if event == zmq.EVENT_ACCEPTED:
-                    connections.add(value)
+                    connections[value] = time.monotonic()
                 elif event == zmq.EVENT_DISCONNECTED:
-                    connections.discard(value)
+                    connections.pop(value, None)
                 elif event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # that is our own doing, counted by reason
                     self.refused["handshake"] += 1
 
     def _decide(self, asked: list[bytes]) -> list[bytes]:
         version, request, _, address, _, mechanism, *keys = [*asked, *[b""] * (6 - len(asked))]
-        if self.num_connections > self.max_connections:
+        if self.num_connections > self.max_connections <= self.num_admitted:  # who asks is one of those that are open
             self._turn_away("max_connections", address, f"{self.max_connections} connections are open (broker.max_clients)")
             return [version, request, b"%d" % FULL, b"no room", b"", b""]
-        if self.keyring is None:
-            return [version, request, b"200", b"OK", b"", b""]
         public = z85.encode(keys[0]) if mechanism == b"CURVE" and len(keys) == 1 and len(keys[0]) == 32 else b""
-        if public.decode() not in self.keyring.grants:
+        if self.keyring is not None and public.decode() not in self.keyring.grants:
             self._turn_away("unknown_key", address, f"the key {public.decode() or 'it did not give'} is not on the allow-list")
             return [version, request, b"%d" % REFUSED, b"not allowed", b"", b""]
+        with self._lock:
+            self._admitted_at.append(time.monotonic())
         return [version, request, b"200", b"OK", public, b""]
 
     def _turn_away(self, reason: str, address: bytes, text: str) -> None:

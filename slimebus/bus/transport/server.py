@@ -41,8 +41,6 @@ MAX_REPLIES = 1024
 NO_REQUEST = 0
 """The id of what answers no request; clients ignore it."""
 PUT_OFF = "what you asked for before is not taken yet, and there is no room for more"
-HANDSHAKE_MS = 10_000
-"""A connection that has not said by then who it is, is closed."""
 REBIND_S = 5.0
 MORE_CONNECTIONS = 64
 """For those who only ask, beside two of each client."""
@@ -71,9 +69,10 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a server holds in memory at most, besides MAX_REPLIES replies that wait for one peer.
 
-    max_connections: open at once. max_queued: messages of one connection that wait to be looked at, before TCP makes its sender
-    wait. burst_bytes: bulk after which a burst ends: a small request waits for at most that much to reach the disk, and at
-    some hundred megabytes a second an fsync costs little beside it. unsent_bytes: of replies on their way (transport/unsent.py).
+    max_connections: open at once, of those that have said who they are. max_queued: messages of one connection that wait to be looked at,
+    before TCP makes its sender wait. burst_bytes: bulk after which a burst ends: a small request waits for at most that much to reach the
+    disk, and at some hundred megabytes a second an fsync costs little beside it. unsent_bytes: of replies on their way
+    (transport/unsent.py).
     """
 
     max_connections: int = 2048
@@ -140,7 +139,6 @@ class Server:
         self.socket.rcvhwm, self.socket.sndhwm = limits.max_queued, MAX_REPLIES
         self.socket.router_mandatory = 1  # a reply that has no place is an error, not a silent loss
         self.socket.router_handover = 1  # a client that reconnects keeps its identity
-        self.socket.handshake_ivl = HANDSHAKE_MS
         self.authenticator.guard(self.socket)
         try:
             self.endpoint = bind_socket(self.socket, bind)
@@ -279,7 +277,7 @@ class Server:
         """Name of each bound of this socket -> limit, used, hits."""
         mib = 1 << 20
         limits: dict[str, tuple[int, int | None]] = {
-            "max_connections": (self.authenticator.max_connections, self.authenticator.num_connections),
+            "max_connections": (self.authenticator.max_connections, self.authenticator.num_admitted),
             "max_queued_per_client": (self.limits.max_queued, None),
             "burst_mib": (self.limits.burst_bytes // mib, None),
             "unsent_mib": (self.unsent.limit_bytes // mib, self.unsent.total_bytes // mib),

@@ -9,11 +9,10 @@ import msgspec
 
 from slimebus.bus.errors import UsageError
 from slimebus.config.field_rules import evaluation_problems
-from slimebus.config.fields import sections
 from slimebus.config.file_checks import external_problems, file_problems, teacher_problems, unchecked
 from slimebus.config.flags import META, ConfigCommand, config_argument, from_context, trainer_options
 from slimebus.config.load import raise_all, read, without
-from slimebus.config.schema import OPEN_MAPS, paths
+from slimebus.config.schema import OPEN_MAPS, paths, sections
 from slimebus.telemetry.formatting import columns
 
 FIRST = ("data.prompt_data", "model.hf_checkpoint", "rollout.num_rollout", "rollout.rm_type", "optimizer.lr", "broker.max_staleness")

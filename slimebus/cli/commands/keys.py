@@ -14,7 +14,7 @@ from slimebus.security.key_file import BROKER
 from slimebus.security.roles import ROLES
 from slimebus.telemetry.formatting import columns
 
-HOUR_S = 3600.0
+HOUR_S, DAY_S = 3600.0, 86400.0
 
 
 def folder_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,10 +53,11 @@ def init(folder: Path) -> None:
 @click.option("--role", type=click.Choice(ROLES), required=True, help="[choice] What its holder may do.")
 @click.option("--client", default="", help="[name] The only name that its holder may join under; default: any that is free.")
 @click.option("--public", default="", help="[key] Allow this public key; its secret was made elsewhere, and no file is written.")
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), help="[days] The key ends by itself after these; default: never.")
 @folder_option
-def add(name: str, role: str, client: str, public: str, folder: Path) -> None:
+def add(name: str, role: str, client: str, public: str, days: float | None, folder: Path) -> None:
     """Add a key called NAME to the allow-list. Prints the file to copy to the machine that uses it."""
-    path = key_folder.add(folder, name, role, client=client, public=public)
+    path = key_folder.add(folder, name, role, client=client, public=public, until=time.time() + days * DAY_S if days else 0.0)
     click.echo(f"{path}: copy it to the machine that uses it" if path else f"{name}: this public key is allowed as {role}")
 
 
@@ -71,8 +72,12 @@ def ls(folder: Path) -> None:
 def _note(entry: Entry) -> str:
     if entry.revoked:
         return "revoked"
+    if not entry.is_good(now := time.time()):
+        return "has ended"
     notes = [f"only as {entry.client}"] if entry.client else []
-    left_s = entry.previous_until - time.time()
+    if entry.until:
+        notes.append(f"ends in {(entry.until - now) / DAY_S:.1f} days")
+    left_s = entry.previous_until - now
     if entry.previous and left_s > 0:
         notes.append(f"its older key stays valid for {left_s / HOUR_S:.1f} hours")
     return ", ".join(notes)

@@ -18,11 +18,10 @@ import msgspec
 
 from slimebus.atomic_file import replacing
 from slimebus.bus.errors import FatalWeightsError, WeightsError
-from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, check_names, decode_manifest
 from slimebus.weights.pull.plan import Plan, TensorDownload
-from slimebus.weights.tensors import NO_BASE, Target, Tensor, Weights, checksum, digest_of, rounded
+from slimebus.weights.tensors import NO_BASE, Target, Weights, checksum, digest_of
 
 MAGIC = b"SLMBDF01"
 HEAD_BYTES = 32
@@ -104,12 +103,6 @@ def joined(parts: Sequence[DeltaFile]) -> DeltaFile:
     return DeltaFile(manifest, {name: payload for part in parts for name, payload in part.payloads.items()})
 
 
-def base_for(delta: DeltaFile, tensors: Mapping[str, Tensor]) -> Weights:
-    """What a delta starts from, of the tensors of a model: float32 ones rounded where the delta has bfloat16, as the trainer publishes."""
-    dtypes = {entry.name: entry.dtype for entry in delta.manifest.tensors}
-    return as_weights({name: rounded(tensor) if dtypes.get(name) == "bfloat16" else tensor for name, tensor in tensors.items()})
-
-
 def apply(delta: DeltaFile, base: Weights | None, *, folder: SharedFolder | None = None) -> Weights:
     """The version that a file leads to, verified. base: None for a file of full tensors only. folder: where its new tensors come to be.
 
@@ -140,12 +133,6 @@ def apply(delta: DeltaFile, base: Weights | None, *, folder: SharedFolder | None
 
 def _check_base(manifest: Manifest, base: Weights) -> None:
     """Raises WeightsError unless a delta starts from these tensors, saying what they are and what it expects."""
-    changed = [entry for entry in manifest.tensors if entry.kind != SAME]
-    if changed and base.digest == manifest.digest:
-        hint = f", with tensor {changed[0].name!r} of hash {changed[0].base_hash}" if changed[0].base_hash else ""
-        raise FatalWeightsError(
-            f"the base has digest {base.digest}: it is already what the delta leads to; expected what it starts from{hint}"
-        )
     before = {form.name: form for form in base.forms}
     for entry in manifest.tensors:
         expected = entry.form._replace(hash=entry.base_hash if entry.kind == DELTA else entry.hash)

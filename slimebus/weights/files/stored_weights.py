@@ -1,14 +1,13 @@
-"""Weights at a path, whether a model, a delta file or a chain: their tensors, and whether every byte is right."""
+"""Weights at a path, whether a model, a delta file or a chain: whether every byte is right."""
 
 import contextlib
-from collections.abc import Mapping
 from pathlib import Path
 
-from slimebus.bus.errors import FatalWeightsError, WeightsError
+from slimebus.bus.errors import WeightsError
 from slimebus.weights.files import delta_file, disk_chain
 from slimebus.weights.host.safetensors_file import as_weights, read_model
 from slimebus.weights.messages import DELTA, SAME
-from slimebus.weights.tensors import NO_BASE, Tensor, checksum, hash_bytes, rounded
+from slimebus.weights.tensors import NO_BASE, checksum, hash_bytes, rounded
 
 
 def is_chain(path: Path) -> bool:
@@ -24,38 +23,22 @@ def is_version_file(path: Path) -> bool:
         return path.suffix in (".delta", ".full") or file.read(len(delta_file.MAGIC)) == delta_file.MAGIC
 
 
-def read(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a model, of a .full file, or of the newest version of a chain. Raises WeightsError and OSError."""
-    if is_chain(path):
-        return disk_chain.DiskPuller(path).pull(None, 1.0).tensors
-    if not is_version_file(path):
-        return read_model(path)
-    found = delta_file.read(path)
-    if found.manifest.base != NO_BASE:
-        raise FatalWeightsError(
-            f"{path} is a delta to version {found.manifest.version}: it has what changed and no model; expected a model directory, "
-            "a .full file or a lineage's folder. `slimebus weights apply A DELTA OUT` makes a model of it"
-        )
-    return delta_file.apply(found, None).tensors
-
-
-def verify(path: Path, base: Mapping[str, Tensor] | None) -> tuple[str, list[str]]:
+def verify(path: Path) -> tuple[str, list[str]]:
     """The digest of what lies there, and what is wrong with it, one line each; every byte is read. float32 counts as it is published."""
     try:
         if is_chain(path):
             return _verify_chain(path)
         if is_version_file(path):
-            return _verify_file(path, base)
+            return _verify_file(path)
         return as_weights({name: rounded(tensor) for name, tensor in read_model(path).items()}).digest, []
     except WeightsError as bad:
         return "", [bad.text]
 
 
-def _verify_file(path: Path, base: Mapping[str, Tensor] | None) -> tuple[str, list[str]]:
+def _verify_file(path: Path) -> tuple[str, list[str]]:
     found = delta_file.read(path)
-    if base is not None or found.manifest.base == NO_BASE:
-        start = None if base is None else delta_file.base_for(found, base)
-        return delta_file.apply(found, start).digest, []
+    if found.manifest.base == NO_BASE:
+        return delta_file.apply(found, None).digest, []
     problems = []
     for entry in found.manifest.tensors:
         payload = b"".join(found.payloads.get(entry.name, ()))
@@ -73,7 +56,7 @@ def _verify_chain(folder: Path) -> tuple[str, list[str]]:
     problems = []
     for file in [file for file, version in disk_chain.part_files(folder).items() if version <= latest.version]:
         with contextlib.suppress(FileNotFoundError):  # its trainer deletes what is old meanwhile
-            problems += [f"{file.name}: {text}" for text in verify(file, None)[1]]
+            problems += [f"{file.name}: {text}" for text in verify(file)[1]]
     latest = disk_chain.read_latest(folder) or latest
     needed = [*latest.files(latest.full, "full"), *latest.delta_files(latest.full)]
     missing = [f"{name} is missing" for name in needed if not (folder / name).is_file()]

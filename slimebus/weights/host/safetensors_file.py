@@ -1,4 +1,4 @@
-"""Model directories: write a version so that any engine can load it, and read one without torch."""
+"""Safetensors files and model directories, written and read without torch."""
 
 import dataclasses
 import errno
@@ -22,24 +22,6 @@ READABLE = 0o644
 """safetensors makes its files for their owner alone."""
 SHARD = re.compile(r"(.*)-[0-9]+-of-([0-9]{1,9})\.safetensors")
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".index.json")
-
-
-def write_model(directory: Path, tensors: Mapping[str, Tensor], *, config_from: Path | None = None) -> Path:
-    """Make `directory` a model that transformers and SGLang load: model.safetensors, and the small files of config_from beside it.
-
-    Each file appears whole or not at all: a reader sees the model before or the model after. Other .safetensors files in `directory`
-    are deleted: they are of the model before. Returns the weights file.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    if config_from is not None:
-        copy_config(config_from, directory)
-    path = directory / WEIGHTS_FILE
-    write_file(path, tensors)
-    (directory / INDEX_FILE).unlink(missing_ok=True)
-    for other in directory.glob("*.safetensors"):
-        if other != path:  # shards of the model that was here
-            other.unlink()
-    return path
 
 
 def copy_config(model: Path, directory: Path) -> None:

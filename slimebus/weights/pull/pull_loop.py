@@ -95,8 +95,6 @@ class HostPullSharing:
                 plan.counts["neighbour_bytes"] += form.size
 
 
-log = logging.getLogger("slimebus.weights")
-
 LOG_INTERVAL_S = 10.0
 
 

@@ -20,10 +20,9 @@ import msgspec
 from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable, WeightsError
 from slimebus.security.key_file import KeyPair
 from slimebus.weights.messages import Manifest, ManifestReply, ManifestRequest, check_names, decode_manifest
-from slimebus.weights.pull.connection import WeightServerConnection, wait_for_any
+from slimebus.weights.pull.connection import LATER_PAUSE_S, BadSource, Stream, WeightServerConnection, chunks, wait_for_any
 from slimebus.weights.pull.plan import Plan, TensorDownload
 from slimebus.weights.pull.pull_loop import HostPullSharing, PullLoop, RetryPull
-from slimebus.weights.pull.stream import LATER_PAUSE_S, BadSource, Stream, chunks
 from slimebus.weights.store.server import RelayPayloads
 from slimebus.weights.tensors import NO_BASE, Target, Weights
 from slimebus.weights.threads import Threads

@@ -17,8 +17,7 @@ from slimebus_command import slimebus
 from small_disk import fill as fill_disk
 from small_disk import small_disk
 
-from broker.inspect.export import export_groups
-from broker.inspect.imports import read_groups
+from broker.inspect.export import export_groups, read_groups
 from broker.inspect.reader import open_snapshot
 from broker.inspect.show import _sample as show_lines
 from broker.inspect.verify import verify

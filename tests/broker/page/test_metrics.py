@@ -25,9 +25,8 @@ def exposition(status: dict[str, Any], history: History, **how: bool) -> bytes:
     return metrics.exposition(status, history, **how)
 
 
-def test_everything_of_a_run_is_exported_under_the_names_of_its_group(new_desk: Any, tmp_path: Path) -> None:
-    desk = new_desk()
-    desk.begin()
+def test_everything_of_a_run_is_exported_under_the_names_of_its_group(begun_desk: Any, tmp_path: Path) -> None:
+    desk = begun_desk()
     desk.join('w"1', "rollout")
     desk.ask('w"1', m.Heartbeat(state="serving", metrics={"tokens": 7.0, "sync_s": 0.5}))
     history = History(tmp_path)
@@ -98,9 +97,8 @@ def test_a_metric_of_one_name_may_have_labels_or_none(tmp_path: Path) -> None:
     assert found["slimebus_train_lag_mean", (("lag", "all"), *TRAINER)] == 2.5
 
 
-def test_each_name_of_the_broker_and_of_evaluations_is_documented(new_desk: Any, tmp_path: Path) -> None:
-    desk = new_desk()
-    desk.begin()
+def test_each_name_of_the_broker_and_of_evaluations_is_documented(begun_desk: Any, tmp_path: Path) -> None:
+    desk = begun_desk()
     desk.join("w1", "rollout")
     history = History(tmp_path)
     history.evaluations["held", 0] = dict.fromkeys(("mean_reward", "low", "high", "version", "num_samples", "num_failed"), 1)

@@ -57,7 +57,7 @@ def test_every_value_is_what_the_run_measured(run_dir: Path) -> None:
     assert (found.batch, found.samples, found.max_staleness, found.workers, found.groups_per_worker) == (16, 4, 2, 1, 8)
     assert found.lengths == (50, 100, 150)
     assert simulate(found).worker_tokens_per_s == pytest.approx(5000, rel=0.02)
-    assert (found.cores, found.partial_rollouts, found.eval_samples) == (0, 0, 0)
+    assert (found.cores, found.eval_samples) == (0, 0)
     assert found.train_seconds(64 * 100) == pytest.approx(2.0)
     assert found.publish_s == pytest.approx(0.25)
     assert found.pull_s == pytest.approx(0.3)
@@ -88,16 +88,16 @@ def test_time_without_tokens_is_told_from_the_steps_that_trained_fewer(run_dir: 
     assert found.trainer_tokens_per_s == pytest.approx(2000 * 6400 / trained)
 
 
-def test_evaluations_and_partial_rollouts_are_those_of_the_run(run_dir: Path) -> None:
+def test_evaluations_and_groups_at_once_are_those_of_the_run(run_dir: Path) -> None:
     status = json.loads((run_dir / "status.json").read_text())
     status["settings"]["eval_interval"] = 10
     (run_dir / "status.json").write_text(json.dumps(status))
     rows = [{"evaluation": f"e{v}", "dataset": d, "version": v, "num_samples": n} for v in (0, 10) for d, n in (("a", 30), ("b", 12))]
     write_lines(run_dir / "metrics" / "broker.jsonl", rows)
-    config = RunConfig(rollout=RolloutConfig(max_running_groups=24, mask_offpolicy_in_partial_rollout=True))
+    config = RunConfig(rollout=RolloutConfig(max_running_groups=24))
     save_config(Resolved(msgspec.structs.replace(config, run_dir=str(run_dir)), {}, run_dir))
     found = calibrate(run_dir)
-    assert (found.eval_interval, found.eval_samples, found.partial_rollouts, found.groups_per_worker) == (10, 42, 1, 24)
+    assert (found.eval_interval, found.eval_samples, found.groups_per_worker) == (10, 42, 24)
 
 
 def test_its_simulation_has_the_pace_of_the_slower_side(run_dir: Path) -> None:
@@ -151,7 +151,6 @@ def test_the_command_as_json_has_the_histogram(run_dir: Path) -> None:
     row = json.loads(done.output)
     assert (row["workers"], row["seed"]) == (2, 3)
     assert sum(row["lag_tokens"].values()) > 0
-    assert row["formula"] == 2
     assert (row["values"]["batch"], row["values"]["lengths"], row["values"]["trainer_tokens_per_s"]) == (16, [50, 100, 150], 3200)
     assert [round(value, 2) for value in row["measured"]] == [0.36, 1.0]
     assert row["predicted"][0] == pytest.approx(1 / 2.25, rel=0.02)

@@ -71,15 +71,3 @@ def test_no_token_is_made_while_a_version_is_loaded() -> None:
     assert made.next_at() == pytest.approx(1.2)
     assert made.finish_next(1.2) is group
     assert group.runs == {3: pytest.approx(50.0), 4: pytest.approx(50.0)}
-
-
-def test_a_group_that_is_taken_out_goes_on_where_it_was() -> None:
-    made, group = engine(40.0, 100.0), SimulatedGroup("g", 1, 2)
-    made.begin(group, 3, 0.0)
-    made.finish_next(0.8)
-    made.take_out(group, 1.0)
-    assert (group.tokens, group.left, made.next_at()) == (pytest.approx(100.0), [pytest.approx(40.0)], float("inf"))
-    again = SimulatedGroup("g", 2, 2, begun=group)
-    made.begin(again, 4, 5.0)
-    assert made.finish_next(5.4) is again
-    assert (again.before, again.tokens, dict(again.oldest)) == (pytest.approx(100.0), pytest.approx(40.0), {4: 1})

@@ -50,6 +50,8 @@ def test_harmless_differences_are_read(tmp_path: Path, content: bytes) -> None:
         (b'{"question": "x"}', "no 'prompt' .*it has 'question'"),
         (b'{"prompt": null}', "must be text or a list of chat messages, got null"),
         (b'{"prompt": ""}', "got empty text"),
+        (b'{"prompt": 3}', "must be text or a list of chat messages"),
+        (b'{"prompt": "\\ud800"', "not JSON"),
         (b'{"prompt": []}', "got an empty list"),
         (b'{"prompt": ["hi"]}', "message 1 must be an object with a 'role', got text"),
         (b'{"prompt": [{"content": "hi"}]}', "message 1 must be an object with a 'role'"),
@@ -64,7 +66,7 @@ def test_harmless_differences_are_read(tmp_path: Path, content: bytes) -> None:
         (b'{"prompt": "x", "tools": {"a": 1}}', "'tools' must be a list of tool objects"),
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not JSON"),
     ],
-    ids=range(18),
+    ids=range(20),
 )
 def test_a_malformed_line_is_named_and_the_rest_can_be_used_without_it(tmp_path: Path, line: bytes, reason: str) -> None:
     path = _write(tmp_path, b'{"prompt": "fine"}\n\n' + line + b'\n{"prompt": "too"}\n')

@@ -72,30 +72,6 @@ def test_the_fingerprint_follows_the_rows_and_their_order(tmp_path: Path) -> Non
     assert FileSource(FileRows([path]), seed=1).fingerprint != before
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{oops", "not JSON"),
-        ("[1]", "expected a JSON object, got list"),
-        ('{"question": "x"}', "no 'prompt' .*it has 'question'"),
-        ('{"prompt": 3}', "must be text or a list of chat messages"),
-        ('{"prompt": "x", "metadata": 3}', "'metadata' must be an object"),
-        ('{"prompt": "\\ud800"', "not JSON"),
-    ],
-)
-def test_a_malformed_line_is_named_by_file_and_number(tmp_path: Path, line: str, reason: str) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
-    with pytest.raises(DataError, match=rf"p\.jsonl:3: .*{reason}"):
-        FileRows([str(path)])
-
-
-def test_bytes_that_are_not_text_are_a_malformed_line(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}\n')
-    with pytest.raises(DataError, match=r"p\.jsonl:1: not JSON"):
-        FileRows([str(tmp_path / "p.jsonl")])
-
-
 def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         FileRows([str(tmp_path / "none.jsonl")])

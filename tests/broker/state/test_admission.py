@@ -2,16 +2,25 @@
 
 from typing import Any
 
+import pytest
+
 from slimebus.bus import messages as m
 
 
-def test_admission_stops_where_a_group_would_grow_too_old(desk: Any) -> None:
-    assert len(desk.lease(99)) == 4, "eta 1 and 2 groups a step: steps 0 and 1"
+@pytest.mark.parametrize(
+    ("rules", "count"),
+    [
+        ({"max_staleness": 1}, 4),  # steps 0 and 1
+        ({"max_staleness": 0, "publish_interval": 2}, 4),  # two batches a version
+        ({"max_staleness": float("inf"), "num_steps": 3}, 6),  # no more than the run trains
+    ],
+)
+def test_admission_stops_where_a_group_would_grow_too_old_or_the_run_ends(begun_desk: Any, rules: dict[str, Any], count: int) -> None:
+    assert len(begun_desk(**rules).lease(99)) == count
 
 
-def test_staleness_zero_admits_one_batch_a_version(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=0)
-    desk.begin()
+def test_staleness_zero_admits_one_batch_a_version(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=0)
     assert len(desk.fill(99)) == 2
     assert desk.lease(1) == []
     desk.train(0)
@@ -19,21 +28,8 @@ def test_staleness_zero_admits_one_batch_a_version(new_desk: Any) -> None:
     assert len(desk.lease(99, serving=1)) == 2
 
 
-def test_publishing_every_second_step_admits_two_batches_a_version(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=0, publish_interval=2)
-    desk.begin()
-    assert len(desk.lease(99)) == 4
-
-
-def test_the_run_never_starts_more_groups_than_it_trains(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=float("inf"), num_steps=3)
-    desk.begin()
-    assert len(desk.lease(99)) == 6
-
-
-def test_an_unbounded_run_is_bounded_by_the_buffer(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=float("inf"), buffer_capacity=5)
-    desk.begin()
+def test_an_unbounded_run_is_bounded_by_the_buffer(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=float("inf"), buffer_capacity=5)
     assert len(desk.fill(99)) == 5
     reply = desk.ask("w", m.Lease(want=1, wait_s=0.0, lineage="L", serving=0))
     assert "the buffer holds 5 of 5 groups" in reply.reason

@@ -46,10 +46,9 @@ def test_the_next_step_can_be_asked_for_ahead(desk: Any) -> None:
     assert desk.answers[ahead].version == 1
 
 
-def test_what_grew_too_old_is_requeued_or_dropped_and_never_handed_out(new_desk: Any) -> None:
+def test_what_grew_too_old_is_requeued_or_dropped_and_never_handed_out(begun_desk: Any) -> None:
     for on_stale, phase in (("requeue", "queued"), ("drop", "dropped")):
-        desk = new_desk(on_stale=on_stale)
-        desk.begin()
+        desk = begun_desk(on_stale=on_stale)
         slow = desk.lease(1)[0]
         for step in range(2):
             desk.fill(2, version=step)
@@ -60,9 +59,8 @@ def test_what_grew_too_old_is_requeued_or_dropped_and_never_handed_out(new_desk:
         assert desk.store.get("payloads", slow.group) is None
 
 
-def test_the_bound_speaks_of_the_oldest_trainable_token(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=1)
-    desk.begin()
+def test_the_bound_speaks_of_the_oldest_trainable_token(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=1)
     (group,) = desk.lease(1)
     for step in range(2):
         desk.fill(2, version=step)
@@ -135,9 +133,8 @@ def test_a_commit_tells_how_its_groups_came_to_be_trained_and_forgets_it(desk: A
     assert not desk.state.phase_history
 
 
-def test_of_a_group_that_ended_nothing_is_kept_in_mind(new_desk: Any) -> None:
-    desk = new_desk(max_attempts=1)
-    desk.begin()
+def test_of_a_group_that_ended_nothing_is_kept_in_mind(begun_desk: Any) -> None:
+    desk = begun_desk(max_attempts=1)
     dead, dropped = desk.lease(2)
     desk.ask("w", m.GiveBack(group=dead.group, lease=dead.lease, outcome="fail", reason="r"))
     desk.ask("w", m.GiveBack(group=dropped.group, lease=dropped.lease, outcome="drop", reason="r"))
@@ -161,9 +158,8 @@ def test_only_groups_of_a_batch_can_be_fetched(desk: Any) -> None:
     assert desk.ask("t", m.Fetch(groups=["0/1", "0/0"])).num_frames == [4, 4]
 
 
-def test_the_end_of_the_source_ends_the_last_batch(new_desk: Any) -> None:
-    desk = new_desk(prompts=3)
-    desk.begin()
+def test_the_end_of_the_source_ends_the_last_batch(begun_desk: Any) -> None:
+    desk = begun_desk(prompts=3)
     desk.fill(3)
     desk.train(0)
     refused = desk.ask("t", m.Batch(step=1, wait_s=0.0))
@@ -202,9 +198,8 @@ def test_samples_of_trained_steps_count_in_the_status_and_too_many_are_told(desk
     assert desk.status["groups"]["committed_bytes"] == 0
 
 
-def test_a_trainer_that_asks_for_more_steps_than_may_wait_is_told_busy(new_desk: Any) -> None:
-    desk = new_desk(max_parked_per_client=4)
-    desk.begin()
+def test_a_trainer_that_asks_for_more_steps_than_may_wait_is_told_busy(begun_desk: Any) -> None:
+    desk = begun_desk(max_parked_per_client=4)
     waiting = [desk.send("t", m.Batch(step=step, wait_s=60.0)) for step in range(4)]
     refused = desk.ask("t", m.Batch(step=4, wait_s=60.0))
     assert (refused.code, refused.retryable) == ("busy", True)

@@ -7,7 +7,7 @@ import pytest
 from made_samples import frames, made
 
 from broker.buffer_filter import ReadyGroup, buffer_filter
-from broker.state.leases import mean_and_deviation
+from broker.state.groups import mean_and_deviation
 from broker.state.records import BatchWanted
 from slimebus.bus import messages as m
 from slimebus.bus.errors import HookError
@@ -22,9 +22,8 @@ def put_sized(desk: Any, group: m.LeasedGroup, num_tokens: int, version: int = 0
 # --- held until full ---
 
 
-def test_the_first_batch_waits_for_all_groups_that_the_bound_allows_and_no_later_one_does(new_desk: Any) -> None:
-    desk = new_desk(fill_first=True, batch_size=2, max_staleness=2)
-    desk.begin()
+def test_the_first_batch_waits_for_all_groups_that_the_bound_allows_and_no_later_one_does(begun_desk: Any) -> None:
+    desk = begun_desk(fill_first=True, batch_size=2, max_staleness=2)
     groups = desk.lease(99)
     assert len(groups) == 6
     for group in groups[:-1]:
@@ -46,10 +45,9 @@ def test_a_first_batch_within_an_interval_of_versions_waits_for_no_more_than_wor
     assert len(desk.batch(first)) == 2
 
 
-def test_a_first_batch_waits_for_no_more_than_the_run_and_the_buffer_have_room_for(new_desk: Any) -> None:
+def test_a_first_batch_waits_for_no_more_than_the_run_and_the_buffer_have_room_for(begun_desk: Any) -> None:
     for limit in ({"num_steps": 2}, {"buffer_capacity": 4}):
-        desk = new_desk(fill_first=True, batch_size=2, max_staleness=8, **limit)
-        desk.begin()
+        desk = begun_desk(fill_first=True, batch_size=2, max_staleness=8, **limit)
         groups = desk.lease(99)
         assert len(groups) == 4
         for group in groups:
@@ -61,25 +59,22 @@ def test_a_first_batch_waits_for_no_more_than_the_run_and_the_buffer_have_room_f
 # --- by tokens ---
 
 
-def test_a_batch_of_tokens_is_the_first_groups_that_fit(new_desk: Any) -> None:
-    desk = new_desk(batch_tokens=100, batch_size=4, max_staleness=3)
-    desk.begin()
+def test_a_batch_of_tokens_is_the_first_groups_that_fit(begun_desk: Any) -> None:
+    desk = begun_desk(batch_tokens=100, batch_size=4, max_staleness=3)
     for group, size in zip(desk.lease(5), (40, 40, 30, 10, 60), strict=True):
         put_sized(desk, group, size)
     assert desk.batch(0) == ["0/0", "0/1"], "0/2 does not fit, and none is put before it"
     assert desk.batch(1) == ["0/2", "0/3", "0/4"]
 
 
-def test_a_group_larger_than_a_batch_is_one(new_desk: Any) -> None:
-    desk = new_desk(batch_tokens=100, batch_size=4)
-    desk.begin()
+def test_a_group_larger_than_a_batch_is_one(begun_desk: Any) -> None:
+    desk = begun_desk(batch_tokens=100, batch_size=4)
     put_sized(desk, desk.lease(1)[0], 500)
     assert desk.batch(0) == ["0/0"]
 
 
-def test_admission_counts_in_tokens_of_the_last_groups(new_desk: Any) -> None:
-    desk = new_desk(batch_tokens=100, batch_size=4, max_staleness=0)
-    desk.begin()
+def test_admission_counts_in_tokens_of_the_last_groups(begun_desk: Any) -> None:
+    desk = begun_desk(batch_tokens=100, batch_size=4, max_staleness=0)
     first = desk.lease(99)
     assert len(first) == 4, "before anything is known, four groups are taken to fill a batch"
     for group in first:
@@ -87,9 +82,8 @@ def test_admission_counts_in_tokens_of_the_last_groups(new_desk: Any) -> None:
     assert len(desk.lease(99)) == 6, "40 of 100 tokens are ready, and 10 a group is what is known now"
 
 
-def test_small_groups_fill_the_buffer_and_go_rather_than_wait_for_ever(new_desk: Any) -> None:
-    desk = new_desk(batch_tokens=1000, batch_size=2, buffer_capacity=3, max_staleness=0)
-    desk.begin()
+def test_small_groups_fill_the_buffer_and_go_rather_than_wait_for_ever(begun_desk: Any) -> None:
+    desk = begun_desk(batch_tokens=1000, batch_size=2, buffer_capacity=3, max_staleness=0)
     for group in desk.lease(99) + desk.lease(99):
         put_sized(desk, group, 10)
     for group in desk.lease(99):
@@ -98,9 +92,8 @@ def test_small_groups_fill_the_buffer_and_go_rather_than_wait_for_ever(new_desk:
     assert len(desk.batch(0)) == 3, "there is no room for more"
 
 
-def test_the_wait_for_a_batch_of_tokens_says_how_many_there_are(new_desk: Any) -> None:
-    desk = new_desk(batch_tokens=100, batch_size=4)
-    desk.begin()
+def test_the_wait_for_a_batch_of_tokens_says_how_many_there_are(begun_desk: Any) -> None:
+    desk = begun_desk(batch_tokens=100, batch_size=4)
     put_sized(desk, desk.lease(1)[0], 30)
     assert "1 groups of 30 of 100 tokens ready" in desk.ask("t", m.Batch(step=0, wait_s=0.0)).reason
 
@@ -108,9 +101,8 @@ def test_the_wait_for_a_batch_of_tokens_says_how_many_there_are(new_desk: Any) -
 # --- over-sampling ---
 
 
-def test_over_sampling_trains_the_first_that_are_done_and_keeps_the_surplus_while_it_is_fresh(new_desk: Any) -> None:
-    desk = new_desk(over_sampling=3, max_staleness=1)
-    desk.begin()
+def test_over_sampling_trains_the_first_that_are_done_and_keeps_the_surplus_while_it_is_fresh(begun_desk: Any) -> None:
+    desk = begun_desk(over_sampling=3, max_staleness=1)
     groups = desk.lease(99)
     assert len(groups) == 6
     for group in groups[1:4]:
@@ -121,9 +113,8 @@ def test_over_sampling_trains_the_first_that_are_done_and_keeps_the_surplus_whil
     assert desk.batch(1) == ["0/3", "0/4"]
 
 
-def test_on_policy_over_sampling_cuts_off_the_slowest_and_their_prompts_come_back(new_desk: Any) -> None:
-    desk = new_desk(over_sampling=4, max_staleness=0)
-    desk.begin()
+def test_on_policy_over_sampling_cuts_off_the_slowest_and_their_prompts_come_back(begun_desk: Any) -> None:
+    desk = begun_desk(over_sampling=4, max_staleness=0)
     groups = desk.lease(99)
     assert len(groups) == 4
     for group in groups[1:4]:
@@ -137,9 +128,8 @@ def test_on_policy_over_sampling_cuts_off_the_slowest_and_their_prompts_come_bac
     assert [g.group for g in desk.lease(99, serving=1)] == ["0/0", "0/3", "0/4", "0/5"]
 
 
-def test_a_batch_is_chosen_before_new_groups_are_leased_for_the_room_it_leaves(new_desk: Any) -> None:
-    desk = new_desk(batch_size=1, over_sampling=2, max_staleness=0)
-    desk.begin()
+def test_a_batch_is_chosen_before_new_groups_are_leased_for_the_room_it_leaves(begun_desk: Any) -> None:
+    desk = begun_desk(batch_size=1, over_sampling=2, max_staleness=0)
     failed, good = desk.lease(2)
     desk.join("other", "rollout")
     batch, lease = desk.send("t", m.Batch(step=0, wait_s=60.0)), desk.send("other", m.Lease(want=1, wait_s=60.0, lineage="L", serving=0))
@@ -155,9 +145,8 @@ def test_a_batch_is_chosen_before_new_groups_are_leased_for_the_room_it_leaves(n
 # --- the dynamic filter ---
 
 
-def test_a_group_without_spread_is_dropped_counted_and_replaced(new_desk: Any) -> None:
-    desk = new_desk(needs_spread=True, samples_per_prompt=2, max_staleness=0)
-    desk.begin()
+def test_a_group_without_spread_is_dropped_counted_and_replaced(begun_desk: Any) -> None:
+    desk = begun_desk(needs_spread=True, samples_per_prompt=2, max_staleness=0)
     flat, mixed = desk.lease(99)
     assert desk.put(flat, rewards=(1.0, 1.0)).reason == "filtered: no reward spread"
     assert desk.put(mixed, rewards=(0.0, 1.0)) == m.PutReply(result="accepted")
@@ -176,9 +165,8 @@ def test_what_a_worker_filtered_out_counts_as_waste_too(desk: Any) -> None:
     assert desk.status["filter"]["in_a_row"] == 1
 
 
-def test_when_everything_is_filtered_the_trainer_is_told_and_no_worker_goes_on(new_desk: Any) -> None:
-    desk = new_desk(prompts=10**9, needs_spread=True, samples_per_prompt=2, max_filtered=5)
-    desk.begin()
+def test_when_everything_is_filtered_the_trainer_is_told_and_no_worker_goes_on(begun_desk: Any) -> None:
+    desk = begun_desk(prompts=10**9, needs_spread=True, samples_per_prompt=2, max_filtered=5)
     waiting = desk.send("t", m.Batch(step=0, wait_s=60.0))
     while groups := desk.lease(1):
         desk.put(groups[0], rewards=(0.0, 0.0))
@@ -193,9 +181,8 @@ def test_when_everything_is_filtered_the_trainer_is_told_and_no_worker_goes_on(n
     assert len(desk.lease(1, lineage="M")) == 1, "a trainer that is started again tries again"
 
 
-def test_a_finite_source_that_is_filtered_away_says_so(new_desk: Any) -> None:
-    desk = new_desk(prompts=3, needs_spread=True, samples_per_prompt=2)
-    desk.begin()
+def test_a_finite_source_that_is_filtered_away_says_so(begun_desk: Any) -> None:
+    desk = begun_desk(prompts=3, needs_spread=True, samples_per_prompt=2)
     while groups := desk.lease(1):
         desk.put(groups[0], rewards=(1.0, 1.0))
     refused = desk.ask("t", m.Batch(step=0, wait_s=0.0))
@@ -302,9 +289,8 @@ def test_a_buffer_filter_for_batches_of_tokens_may_not_overfill_them(new_desk: A
 
 @pytest.mark.parametrize("on_stale", ["requeue", "drop"])
 @pytest.mark.parametrize("interval", [1, 2, 3])
-def test_on_policy_with_a_slow_pace_of_versions_trains_only_the_current_one(new_desk: Any, on_stale: str, interval: int) -> None:
-    desk = new_desk(max_staleness=0, publish_interval=interval, on_stale=on_stale, prompts=1000)
-    desk.begin()
+def test_on_policy_with_a_slow_pace_of_versions_trains_only_the_current_one(begun_desk: Any, on_stale: str, interval: int) -> None:
+    desk = begun_desk(max_staleness=0, publish_interval=interval, on_stale=on_stale, prompts=1000)
     for step in range(9):
         serving = desk.state.meta.version
         while groups := desk.lease(1, serving=serving):

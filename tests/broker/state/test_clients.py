@@ -53,7 +53,9 @@ def test_fencing_survives_a_restart_of_the_broker(desk: Any) -> None:
 
 def test_strangers_other_runs_and_other_roles_are_refused(desk: Any) -> None:
     assert desk.ask("nobody", m.Heartbeat()).code == "not_joined"
-    assert desk.ask("nobody", m.Heartbeat(), run="").code == "wrong_run"
+    assert desk.ask("nobody", m.Heartbeat(), run="other").code == "wrong_run"
+    unknown = desk.ask("nobody", m.Heartbeat(), run="")
+    assert (unknown.code, "say hello first" in unknown.text) == ("not_joined", True)
     assert desk.ask("w", m.Batch(step=0, wait_s=0.0)).code == "role"
     assert desk.ask("t", m.Lease(want=1, wait_s=0.0)).code == "role"
     assert desk.ask("x", m.Hello(role="king", instance="1"), epoch=0).code == "protocol"
@@ -103,7 +105,7 @@ def test_the_status_names_the_release_of_each_process(desk: Any) -> None:
 def test_status_needs_no_hello_and_no_run(desk: Any) -> None:
     assert isinstance(desk.ask("anyone", m.Status(), run=""), m.StatusReply)
     assert desk.ask("anyone", m.Status(), run="another").code == "wrong_run"
-    assert desk.ask("w", m.Heartbeat(), run="").code == "wrong_run"
+    assert desk.ask("w", m.Heartbeat(), run="").code == "not_joined"
 
 
 def test_a_hello_that_shares_a_protocol_version_is_welcomed_with_it(desk: Any) -> None:
@@ -312,9 +314,8 @@ def test_of_several_newcomers_each_waits_for_a_sign_after_its_own_hello(desk: An
     assert len(desk.state.clients["w"].newcomers) <= 8
 
 
-def test_a_process_that_is_not_heard_when_the_broker_is_back_is_replaced_after_two_seconds_and_a_heartbeat(new_desk: Any) -> None:
-    desk = new_desk(heartbeat_s=10.0, lease_s=30.0, client_timeout_s=60.0)
-    desk.begin()
+def test_a_process_that_is_not_heard_when_the_broker_is_back_is_replaced_after_two_seconds_and_a_heartbeat(begun_desk: Any) -> None:
+    desk = begun_desk(heartbeat_s=10.0, lease_s=30.0, client_timeout_s=60.0)
     assert desk.ask("w", newcomer("rollout"), epoch=0).retryable
     desk.restart()
     desk.now += 11.9
@@ -507,6 +508,23 @@ def test_workers_that_take_every_place_keep_no_trainer_out(new_desk: Any) -> Non
     desk.join("w2", "rollout")
     assert desk.ask("w3", m.Hello(role="rollout", instance="1"), epoch=0).code == "busy"
     assert isinstance(desk.ask("t", m.Hello(role="trainer", instance="1"), epoch=0), m.Welcome)
+
+
+def test_a_key_that_takes_most_places_leaves_the_last_ones_to_others(new_desk: Any) -> None:
+    desk = new_desk(max_clients=16)
+
+    def join(name: str, key: str, role: str = "rollout") -> m.Message:
+        answer = desk.ask(name, m.Hello(role=role, instance="1"), epoch=0, key=key)
+        assert isinstance(answer, m.Message)
+        return answer
+
+    answers = [join(f"w{i}", "stolen") for i in range(16)]
+    assert [type(answer) for answer in answers] == [m.Welcome] * 14 + [m.Error] * 2
+    assert answers[-1] == m.Error(code="busy", text="14 processes have joined, 14 with the key 'stolen' (max_clients)", retryable=True)
+    assert isinstance(join("c", "consumer", "consumer"), m.Welcome)
+    assert isinstance(join("n7", "node7"), m.Welcome)
+    assert getattr(join("n8", "node8"), "code", "") == "busy", "every place is taken"
+    assert isinstance(join("t", "trainer", "trainer"), m.Welcome)
 
 
 def test_what_a_heartbeat_says_for_people_is_bounded_and_printable(desk: Any) -> None:

@@ -110,9 +110,8 @@ def test_groups_are_read_while_assigned_and_trained_until_they_are_freed(critic:
     assert (names(reply), reply.num_skipped) == (made[2:], 2)
 
 
-def test_what_is_requeued_is_skipped_and_comes_back_as_a_new_attempt(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=0)
-    desk.begin()
+def test_what_is_requeued_is_skipped_and_comes_back_as_a_new_attempt(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=0)
     desk.join("critic", "consumer")
     groups = desk.lease(2)
     desk.put(groups[0])
@@ -420,10 +419,9 @@ def test_fields_go_with_their_samples(critic: Any) -> None:
 
 
 @pytest.fixture
-def strict(new_desk: Any) -> Any:
+def strict(begun_desk: Any) -> Any:
     """Two groups a step, none without `values`."""
-    desk = new_desk(required_fields=["values"], stall_min_s=4.0, lease_s=15.0, client_timeout_s=1000.0)
-    desk.begin()
+    desk = begun_desk(required_fields=["values"], stall_min_s=4.0, lease_s=15.0, client_timeout_s=1000.0)
     desk.join("critic", "consumer")
     return desk
 

@@ -17,10 +17,9 @@ GARBAGE = {"not msgpack": b"\xc1", "another type": b"\x93\x01\x02\x03", "of anot
 
 
 @pytest.fixture
-def running(new_desk: Any) -> Any:
+def running(begun_desk: Any) -> Any:
     """A run with a row in every table: step 0 trained, step 1 assigned, a group ready, one leased, one dead, one evaluated."""
-    desk = new_desk(max_attempts=1, max_staleness=2, eval_datasets={"held": EvalDataset(num_prompts=2)}, eval_first=False)
-    desk.begin()
+    desk = begun_desk(max_attempts=1, max_staleness=2, eval_datasets={"held": EvalDataset(num_prompts=2)}, eval_first=False)
     desk.join("c", "client")
     desk.join("critic", "consumer")
     assert desk.ask("c", m.Push(key="k"), bulk=[msgspec.msgpack.encode({"prompt": "a"})]).accepted == 1

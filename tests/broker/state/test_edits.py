@@ -32,9 +32,8 @@ def fail_until_dead(desk: Any) -> str:
 
 
 @pytest.fixture
-def strict(new_desk: Any) -> Any:
-    desk = new_desk(max_attempts=1)
-    desk.begin()
+def strict(begun_desk: Any) -> Any:
+    desk = begun_desk(max_attempts=1)
     return desk
 
 

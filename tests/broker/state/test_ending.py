@@ -137,9 +137,8 @@ def test_samples_that_come_after_their_evaluation_has_ended_are_discarded(ending
     assert ending.ask("w", m.Heartbeat(leases=[group.lease])).lost == [group.lease]
 
 
-def test_each_of_several_evaluations_is_judged_by_its_own_version(new_desk: Any) -> None:
-    desk = new_desk(eval_datasets=HELD, num_steps=1, samples_per_prompt=1)
-    desk.begin()
+def test_each_of_several_evaluations_is_judged_by_its_own_version(begun_desk: Any) -> None:
+    desk = begun_desk(eval_datasets=HELD, num_steps=1, samples_per_prompt=1)
     queued = desk.lease(9)
     for group in [g for g in queued if g.kind == "train"]:
         desk.put(group)
@@ -170,9 +169,8 @@ def test_a_finished_run_begins_no_evaluation(ending: Any) -> None:
     assert beat(ending, "w", 1)
 
 
-def test_while_the_run_goes_on_an_evaluation_waits_for_a_trainer(new_desk: Any) -> None:
-    desk = new_desk(eval_datasets=HELD)
-    desk.begin()
+def test_while_the_run_goes_on_an_evaluation_waits_for_a_trainer(begun_desk: Any) -> None:
+    desk = begun_desk(eval_datasets=HELD)
     leave(desk, "t")
     wait(desk, 1000, w=m.NO_VERSION)
     assert not any(row["done"] for row in desk.status["evaluations"])
@@ -206,6 +204,27 @@ def test_a_consumer_holds_no_evaluation_that_nobody_can_make(ending: Any) -> Non
     assert beat(ending, "critic")
     leave(ending, "w")
     assert ending.machine.is_over
+
+
+def test_a_broker_that_only_a_consumer_outlived_ends_after_a_restart(new_desk: Any) -> None:
+    desk = finished(new_desk(num_steps=1))
+    desk.join("critic", "consumer")
+    leave(desk, "t", "w")
+    desk.restart()
+    wait(desk, TIMEOUT_S - 1, critic=0)
+    assert not beat(desk, "critic")
+    wait(desk, 1, critic=0)
+    assert beat(desk, "critic")
+
+
+def test_the_record_of_a_fenced_trainer_is_nobody_that_a_restarted_broker_waits_for(new_desk: Any) -> None:
+    desk = finished(new_desk(num_steps=1))
+    desk.join("t2", "trainer")
+    desk.ask("t2", m.Resume(step=1, version=1, lineage="M", parent="L"))
+    desk.ask("t2", m.Finish())
+    leave(desk, "t2", "w")
+    desk.restart()
+    assert not desk.state.had_members
 
 
 # --- what waits for what ---

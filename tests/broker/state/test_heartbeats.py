@@ -29,9 +29,8 @@ def test_one_who_starts_says_what_it_waits_for_and_is_not_gone(new_desk: Any, ro
 
 
 @pytest.mark.parametrize("leaves", ["goodbye", "silence"])
-def test_nobody_waits_for_a_batch_whose_trainer_is_gone(new_desk: Any, leaves: str) -> None:
-    desk = new_desk(client_timeout_s=30.0)
-    desk.begin()
+def test_nobody_waits_for_a_batch_whose_trainer_is_gone(begun_desk: Any, leaves: str) -> None:
+    desk = begun_desk(client_timeout_s=30.0)
     desk.send("t", m.Batch(step=0, wait_s=600.0))
     assert any(line.startswith("trainer waits for batch 0") for line in desk.status["waiting"])
     if leaves == "goodbye":

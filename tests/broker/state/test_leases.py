@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 from made_samples import frames, made
 
-from broker.state.effects import Address, Event
 from broker.state.groups import field_key
 from slimebus.bus import messages as m
 
 
-def test_a_group_is_leased_with_its_prompt_number_and_sampling(new_desk: Any) -> None:
-    desk = new_desk(samples_per_prompt=4, sampling={"temperature": 0.7})
-    desk.begin()
+def test_a_group_is_leased_with_its_prompt_number_and_sampling(begun_desk: Any) -> None:
+    desk = begun_desk(samples_per_prompt=4, sampling={"temperature": 0.7})
     (group,) = desk.lease()
     assert (group.group, group.lease, group.num_samples, group.kind) == ("0/0", 1, 4, "train")
     assert group.sampling == {"temperature": 0.7}
@@ -81,9 +79,8 @@ def test_failed_samples_are_left_out_and_counted(desk: Any) -> None:
     assert desk.status["waste"] == {"failed samples": {"groups": 0, "tokens": 8}}
 
 
-def test_a_group_whose_samples_all_failed_is_tried_again_and_then_dead(new_desk: Any) -> None:
-    desk = new_desk(max_attempts=2)
-    desk.begin()
+def test_a_group_whose_samples_all_failed_is_tried_again_and_then_dead(begun_desk: Any) -> None:
+    desk = begun_desk(max_attempts=2)
     for attempt in (1, 2):
         (group,) = desk.lease()
         assert (group.group, group.lease) == ("0/0", attempt)
@@ -120,9 +117,8 @@ def test_a_parked_request_is_answered_when_its_wait_runs_out_and_says_why(desk: 
     assert "waiting for the trainer to publish version 1" in reply.reason
 
 
-def test_capacity_is_dealt_around_the_waiting_workers(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=float("inf"), buffer_capacity=4)
-    desk.begin()
+def test_capacity_is_dealt_around_the_waiting_workers(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=float("inf"), buffer_capacity=4)
     desk.join("w2", "rollout")
     desk.fill(4)
     numbers = [desk.send(name, m.Lease(want=4, wait_s=30.0, lineage="L", serving=0)) for name in ("w", "w2")]
@@ -130,9 +126,8 @@ def test_capacity_is_dealt_around_the_waiting_workers(new_desk: Any) -> None:
     assert [len(desk.answers[number].groups) for number in numbers] == [1, 1]
 
 
-def test_too_many_parked_requests_are_refused_as_busy(new_desk: Any) -> None:
-    desk = new_desk(max_parked=1)
-    desk.begin()
+def test_too_many_parked_requests_are_refused_as_busy(begun_desk: Any) -> None:
+    desk = begun_desk(max_parked=1)
     desk.lease(4)
     desk.send("w", m.Lease(want=1, wait_s=5.0, lineage="L", serving=0))
     refused = desk.ask("w", m.Lease(want=1, wait_s=5.0, lineage="L", serving=0))
@@ -144,35 +139,23 @@ def test_tokens_of_a_version_that_was_never_published_are_refused(desk: Any) -> 
     assert "0 is the newest published" in desk.put(group, version=3).text
 
 
-def test_a_burst_of_lease_requests_is_dealt_by_what_each_worker_serves(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=0)
-    desk.begin()
+def test_a_burst_of_lease_requests_is_dealt_by_what_each_worker_serves(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=0)
     for name in ("w2", "w3"):
         desk.join(name, "rollout")
     desk.fill(2)
     desk.train(0)  # version 1 is out; w still serves 0
     asked = {"w": 0, "w2": 1, "w3": 0}
-    numbers = {name: 900 + i for i, name in enumerate(asked)}
-    events = [
-        Event(
-            to=Address(name.encode(), numbers[name]),
-            sender=name,
-            epoch=desk.epochs[name],
-            run="r",
-            message=m.Lease(want=1, wait_s=5.0, lineage="L", serving=serving),
-        )
-        for name, serving in asked.items()
-    ]
-    desk.perform(desk.machine.apply(events, desk.now))
+    with desk.burst():
+        numbers = {name: desk.send(name, m.Lease(want=1, wait_s=5.0, lineage="L", serving=serving)) for name, serving in asked.items()}
     assert [name for name in asked if numbers[name] in desk.answers] == ["w2"]
     assert {name for name, _ in desk.state.waiting_leases} == {"w", "w3"}
     desk.pass_time(5.5)
     assert "more than 0 ahead of the served version 0" in desk.answers[numbers["w"]].reason
 
 
-def test_a_put_that_comes_again_is_counted_once_whatever_became_of_its_group(new_desk: Any) -> None:
-    desk = new_desk(needs_spread=True, samples_per_prompt=2)
-    desk.begin()
+def test_a_put_that_comes_again_is_counted_once_whatever_became_of_its_group(begun_desk: Any) -> None:
+    desk = begun_desk(needs_spread=True, samples_per_prompt=2)
     filtered, late = desk.lease(2)
     assert desk.put(filtered, rewards=(1.0, 1.0)).result == "accepted"
     assert desk.put(filtered, rewards=(1.0, 1.0)).result == "duplicate", "its group is gone"
@@ -184,9 +167,8 @@ def test_a_put_that_comes_again_is_counted_once_whatever_became_of_its_group(new
     }
 
 
-def test_a_repeated_put_of_a_group_that_is_leased_again_is_a_duplicate(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=1)
-    desk.begin()
+def test_a_repeated_put_of_a_group_that_is_leased_again_is_a_duplicate(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=1)
     slow = desk.lease(1)[0]
     for step in range(2):
         desk.fill(2, version=step)
@@ -199,32 +181,27 @@ def test_a_repeated_put_of_a_group_that_is_leased_again_is_a_duplicate(new_desk:
     assert desk.put(again, version=2).result == "accepted"
 
 
-def test_a_burst_of_requests_that_can_be_met_is_not_too_many_to_park(new_desk: Any) -> None:
-    desk = new_desk(max_parked=1, max_staleness=4)
-    desk.begin()
+def test_a_burst_of_requests_that_can_be_met_is_not_too_many_to_park(begun_desk: Any) -> None:
+    desk = begun_desk(max_parked=1, max_staleness=4)
     for name in ("w2", "w3"):
         desk.join(name, "rollout")
-    numbers = {name: 700 + i for i, name in enumerate(("w", "w2", "w3"))}
     ask = m.Lease(want=1, wait_s=5.0, lineage="L", serving=0)
-    events = [Event(to=Address(n.encode(), i), sender=n, epoch=desk.epochs[n], run="r", message=ask) for n, i in numbers.items()]
-    desk.perform(desk.machine.apply(events, desk.now))
-    assert [len(desk.answers[number].groups) for number in numbers.values()] == [1, 1, 1]
+    with desk.burst():
+        numbers = [desk.send(name, ask) for name in ("w", "w2", "w3")]
+    assert [len(desk.answers[number].groups) for number in numbers] == [1, 1, 1]
     assert not desk.state.waiting_leases
 
 
-def test_a_burst_of_one_worker_that_can_be_met_is_not_too_much_of_it(new_desk: Any) -> None:
-    desk = new_desk(max_parked_per_client=1, max_staleness=16)
-    desk.begin()
+def test_a_burst_of_one_worker_that_can_be_met_is_not_too_much_of_it(begun_desk: Any) -> None:
+    desk = begun_desk(max_parked_per_client=1, max_staleness=16)
     ask = m.Lease(want=1, wait_s=5.0, lineage="L", serving=0)
-    numbers = range(500, 512)
-    events = [Event(to=Address(b"w", i), sender="w", epoch=desk.epochs["w"], run="r", message=ask) for i in numbers]
-    desk.perform(desk.machine.apply(events, desk.now))
+    with desk.burst():
+        numbers = [desk.send("w", ask) for _ in range(12)]
     assert [len(desk.answers[number].groups) for number in numbers] == [1] * len(numbers)
 
 
-def test_a_put_that_nobody_could_train_is_a_failed_attempt_and_names_group_and_worker(new_desk: Any) -> None:
-    desk = new_desk(max_attempts=2)
-    desk.begin()
+def test_a_put_that_nobody_could_train_is_a_failed_attempt_and_names_group_and_worker(begun_desk: Any) -> None:
+    desk = begun_desk(max_attempts=2)
     for attempt in (1, 2):
         (group,) = desk.lease()
         assert (group.group, group.lease) == ("0/0", attempt)

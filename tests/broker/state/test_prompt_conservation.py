@@ -5,30 +5,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from numbered_prompts import NumberedHook
 
 from broker.source import HookSource
-from broker.state.prompt_source import GroupResult
 from slimebus.bus import messages as m
-
-
-class Hook:
-    """Gives numbered prompts and remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.given, self.told = 0, []
-
-    def take(self) -> dict[str, Any]:
-        self.given += 1
-        return {"prompt": f"h{self.given}"}
-
-    def feedback(self, result: GroupResult) -> None:
-        self.told.append([result.id, result.attempt, result.outcome])
-
-    def save(self) -> dict[str, Any]:
-        return vars(self)
-
-    def load(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
 
 class Life:
@@ -44,7 +24,7 @@ class Life:
 
     def boot(self) -> None:
         if self.is_hooked:
-            self.desk.source = HookSource("h", Hook())
+            self.desk.source = HookSource("h", NumberedHook())
             self.desk.source.record_of = lambda name: self.desk.store.get("prompts", name)
         self.desk.restart()
         self.desk.epochs.pop("c", None)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.state import prompts, pushes
+from broker.state import prompts
 from slimebus.bus import messages as m
 
 
@@ -49,9 +49,8 @@ def test_a_key_used_for_other_prompts_is_refused(desk: Any) -> None:
         assert _push(desk, "k", *texts).code == "push_key"
 
 
-def test_a_bound_on_waiting_prompts_makes_the_client_wait(new_desk: Any) -> None:
-    desk = new_desk(max_pushed=3)
-    desk.begin()
+def test_a_bound_on_waiting_prompts_makes_the_client_wait(begun_desk: Any) -> None:
+    desk = begun_desk(max_pushed=3)
     assert _push(desk, "k1", "a", "b").accepted == 2
     busy = _push(desk, "k2", "c", "d")
     assert (busy.code, busy.retryable) == ("busy", True)
@@ -99,9 +98,8 @@ def test_a_finished_run_takes_no_more_prompts(desk: Any) -> None:
     assert _push(desk, "k", "a").code == "finished"
 
 
-def test_a_parked_worker_is_given_what_is_pushed(new_desk: Any) -> None:
-    desk = new_desk(prompts=0, waits_for_push=True)
-    desk.begin()
+def test_a_parked_worker_is_given_what_is_pushed(begun_desk: Any) -> None:
+    desk = begun_desk(prompts=0, waits_for_push=True)
     number = desk.send("w", m.Lease(want=1, wait_s=60.0, lineage="L", serving=0))
     batch = desk.send("t", m.Batch(step=0, wait_s=60.0))
     assert batch not in desk.answers, "the run waits for pushes and does not end"
@@ -110,18 +108,16 @@ def test_a_parked_worker_is_given_what_is_pushed(new_desk: Any) -> None:
     assert [group.group for group in desk.answers[number].groups] == ["push/0"]
 
 
-def test_without_waiting_for_pushes_the_run_ends_with_its_prompts(new_desk: Any) -> None:
-    desk = new_desk(prompts=1)
-    desk.begin()
+def test_without_waiting_for_pushes_the_run_ends_with_its_prompts(begun_desk: Any) -> None:
+    desk = begun_desk(prompts=1)
     _push(desk, "k", "a")
     assert desk.fill(2) == ["push/0", "0/0"]
     assert desk.batch(0) == ["push/0", "0/0"]
     assert desk.ask("t", m.Batch(step=1, wait_s=0.0)).code == "source_ended"
 
 
-def test_what_is_pushed_after_the_end_of_the_source_is_trained(new_desk: Any) -> None:
-    desk = new_desk(prompts=2)
-    desk.begin()
+def test_what_is_pushed_after_the_end_of_the_source_is_trained(begun_desk: Any) -> None:
+    desk = begun_desk(prompts=2)
     desk.fill(2)
     desk.train(0)
     assert _lease(desk, 1) == []
@@ -151,7 +147,7 @@ def test_prompts_that_were_freed_are_not_kept_and_are_counted_where_the_run_begi
 
 
 def test_the_oldest_keys_are_forgotten_beyond_a_bound(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pushes, "MAX_KEYS", 2)
+    monkeypatch.setattr(prompts, "MAX_KEYS", 2)
     for key in "abc":
         _push(desk, key, key)
     desk.restart()

@@ -52,9 +52,8 @@ def test_what_a_batch_leaves_behind_is_recalled_and_goes_first_under_the_next_ve
     assert desk.status["waste"] == {}
 
 
-def test_one_hint_tells_of_all_leases_that_are_recalled_together(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=5, masks_offpolicy=True)
-    desk.begin()
+def test_one_hint_tells_of_all_leases_that_are_recalled_together(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=5, masks_offpolicy=True)
     groups = lease(desk, 12)
     for group in groups[:2]:
         desk.put(group)

@@ -44,9 +44,8 @@ def test_a_batch_that_lost_a_group_is_filled_from_what_is_ready_and_keeps_its_ve
     assert ([g.group for g in again.groups], again.version) == ([names[3], names[1]], reply.version)
 
 
-def test_a_group_that_is_rejected_too_often_is_dead_with_the_reason(new_desk: Any) -> None:
-    desk = new_desk(max_attempts=2, batch_size=1)
-    desk.begin()
+def test_a_group_that_is_rejected_too_often_is_dead_with_the_reason(begun_desk: Any) -> None:
+    desk = begun_desk(max_attempts=2, batch_size=1)
     (name,) = desk.fill(1)
     for _ in range(2):
         assert desk.batch(0) == [name]

@@ -98,9 +98,8 @@ def test_a_change_repeated_after_many_others_and_a_restart_is_not_put_in_force_a
 
 @hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.dictionaries(st.sampled_from([*SETTINGS, "broker.max_staleness", "colour"]), VALUES, max_size=3), max_size=4))
-def test_whatever_is_asked_for_is_answered_and_the_broker_starts_again(new_desk: Any, asked: list[dict[str, Any]]) -> None:
-    desk = new_desk()
-    desk.begin()
+def test_whatever_is_asked_for_is_answered_and_the_broker_starts_again(begun_desk: Any, asked: list[dict[str, Any]]) -> None:
+    desk = begun_desk()
     for settings in asked:
         before = desk.state.rules
         reply = change(desk, **settings)
@@ -122,9 +121,8 @@ def test_raising_the_bound_answers_a_parked_lease_at_once(desk: Any) -> None:
     assert len(desk.answers[number].groups) == 2
 
 
-def test_lowering_the_bound_requeues_what_became_too_old_and_hands_out_nothing_staler(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=3)
-    desk.begin()
+def test_lowering_the_bound_requeues_what_became_too_old_and_hands_out_nothing_staler(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=3)
     desk.fill(8)
     desk.train(0)
     desk.train(1)
@@ -136,9 +134,8 @@ def test_lowering_the_bound_requeues_what_became_too_old_and_hands_out_nothing_s
     assert len(desk.batch(2)) == 2
 
 
-def test_a_batch_that_is_chosen_keeps_its_groups_and_names_its_own_bound(new_desk: Any) -> None:
-    desk = new_desk(max_staleness=3)
-    desk.begin()
+def test_a_batch_that_is_chosen_keeps_its_groups_and_names_its_own_bound(begun_desk: Any) -> None:
+    desk = begun_desk(max_staleness=3)
     desk.fill(8)
     desk.train(0)
     desk.train(1)
@@ -188,9 +185,8 @@ def test_a_group_size_holds_for_new_leases_and_a_repeated_request_gets_the_first
     assert [g.num_samples for g in desk.lease(1)] == [5]
 
 
-def test_automatic_room_grows_with_the_bound(new_desk: Any) -> None:
-    desk = new_desk(buffer_capacity=0, max_staleness=0)
-    desk.begin()
+def test_automatic_room_grows_with_the_bound(begun_desk: Any) -> None:
+    desk = begun_desk(buffer_capacity=0, max_staleness=0)
     assert desk.state.rules.capacity == 6
     change(desk, max_staleness=8)
     assert len(desk.lease(99)) == 18
@@ -218,10 +214,9 @@ def test_a_new_publish_interval_goes_on_from_the_version_of_the_first_open_step(
 @hypothesis_settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=6), st.booleans())
 def test_versions_rise_by_at_most_one_a_step_whatever_the_pace_and_are_what_the_trainer_was_told(
-    new_desk: Any, paces: list[tuple[int, int]], restarts: bool
+    begun_desk: Any, paces: list[tuple[int, int]], restarts: bool
 ) -> None:
-    desk = new_desk(max_staleness=math.inf, prompts=1000)
-    desk.begin()
+    desk = begun_desk(max_staleness=math.inf, prompts=1000)
     step, promised = 0, 0
     for interval, steps in paces:
         change(desk, update_weights_interval=interval)

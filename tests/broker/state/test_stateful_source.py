@@ -4,34 +4,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from numbered_prompts import NumberedHook
 
 from broker.source import HookSource
-from broker.state.prompt_source import GroupResult
 from slimebus.bus import messages as m
-
-
-class Hook:
-    """Gives prompts while it is `open`; keeps what it was told."""
-
-    def __init__(self) -> None:
-        self.given, self.told, self.limit, self.fails = 0, [], 1000, False
-
-    def take(self) -> Any:
-        if self.fails:
-            raise ValueError("no luck")
-        if self.given >= self.limit:
-            return None
-        self.given += 1
-        return {"prompt": f"p{self.given}", "metadata": {"n": self.given}}
-
-    def feedback(self, result: GroupResult) -> None:
-        self.told.append([result.id, result.attempt, result.outcome, result.reason, result.rewards, result.metadata["n"]])
-
-    def save(self) -> dict[str, Any]:
-        return {"given": self.given, "told": self.told}
-
-    def load(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
 
 class Stage:
@@ -44,7 +20,7 @@ class Stage:
         desk.begin()
 
     def boot(self) -> None:
-        self.hook = Hook()
+        self.hook = NumberedHook()
         self.desk.source = HookSource("hook.py:Hook", self.hook)
         self.desk.source.record_of = lambda name: self.desk.store.get("prompts", name)
         self.desk.restart()
@@ -199,6 +175,6 @@ def test_pushed_prompts_are_not_told(stage: Stage) -> None:
 
 def test_another_source_is_refused(stage: Stage) -> None:
     stage.desk.lease(1)
-    stage.desk.source = HookSource("other.py:Hook", Hook())
+    stage.desk.source = HookSource("other.py:Hook", NumberedHook())
     with pytest.raises(Exception, match=r"it was source hook hook.py:Hook, it is source hook other.py:Hook"):
         stage.desk.restart()

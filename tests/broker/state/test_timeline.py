@@ -54,9 +54,8 @@ def test_a_step_behind_the_oldest_kept_checkpoint_is_refused_with_the_reason(des
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_run_begun_anew_samples_every_prompt_of_its_files_again(new_desk: Any, restarts: bool) -> None:
-    desk = new_desk(prompts=8, max_staleness=4)
-    desk.begin()
+def test_a_run_begun_anew_samples_every_prompt_of_its_files_again(begun_desk: Any, restarts: bool) -> None:
+    desk = begun_desk(prompts=8, max_staleness=4)
     trained = [name for groups in _three_steps(desk, checkpoint=2) for name in groups]
     dropped, leased = desk.lease(2, 3)
     desk.ask("w", m.GiveBack(group=dropped.group, lease=dropped.lease, outcome="drop", reason="x"))
@@ -157,10 +156,9 @@ def test_finish_tells_workers_to_leave_and_the_broker_is_over_when_they_did(desk
 
 
 @pytest.mark.parametrize(("num_steps", "finished"), [(6, True), (7, False)])
-def test_a_finished_run_that_is_started_again_is_finished_unless_it_has_more_steps(new_desk: Any, num_steps: int, finished: bool) -> None:
+def test_a_finished_run_that_is_started_again_is_finished_unless_it_has_more_steps(begun_desk: Any, num_steps: int, finished: bool) -> None:
     """A worker that joins before the trainer would leave, and the trainer would wait for ever."""
-    desk = new_desk(num_steps=6)
-    desk.begin()
+    desk = begun_desk(num_steps=6)
     desk.ask("t", m.Finish())
     desk.rules = msgspec.structs.replace(desk.rules, num_steps=num_steps)
     desk.restart()
@@ -168,10 +166,9 @@ def test_a_finished_run_that_is_started_again_is_finished_unless_it_has_more_ste
     assert desk.machine.state.is_finished == finished
 
 
-def test_samples_of_a_version_that_was_trained_further_than_the_checkpoint_are_requeued(new_desk: Any) -> None:
+def test_samples_of_a_version_that_was_trained_further_than_the_checkpoint_are_requeued(begun_desk: Any) -> None:
     """With a publish every two steps, version 0 of a trainer resumed at step 1 holds a step that the next one, back at 0, never had."""
-    desk = new_desk(publish_interval=2)
-    desk.begin()
+    desk = begun_desk(publish_interval=2)
     desk.fill(2)
     desk.train(0)
     desk.begin(step=1, version=0, lineage="M")
@@ -246,9 +243,8 @@ def test_a_resume_repeated_after_its_steps_are_freed_is_acknowledged(desk: Any) 
 
 
 @pytest.mark.parametrize("order", ["worker", "trainer"])
-def test_a_finished_run_that_is_extended_goes_on_in_whatever_order_its_processes_come_back(new_desk: Any, order: str) -> None:
-    desk = new_desk(num_steps=1)
-    desk.begin()
+def test_a_finished_run_that_is_extended_goes_on_in_whatever_order_its_processes_come_back(begun_desk: Any, order: str) -> None:
+    desk = begun_desk(num_steps=1)
     desk.fill(2)
     desk.train(0, checkpoint=1)
     assert desk.ask("t", m.Finish()) == m.Ok()
@@ -269,9 +265,8 @@ def test_a_finished_run_that_is_extended_goes_on_in_whatever_order_its_processes
 
 
 @pytest.mark.parametrize("num_steps", [1, None])
-def test_a_finished_run_that_is_started_again_with_nothing_to_do_stays_finished(new_desk: Any, num_steps: int | None) -> None:
-    desk = new_desk(prompts=2, num_steps=num_steps)
-    desk.begin()
+def test_a_finished_run_that_is_started_again_with_nothing_to_do_stays_finished(begun_desk: Any, num_steps: int | None) -> None:
+    desk = begun_desk(prompts=2, num_steps=num_steps)
     desk.fill(2)
     desk.train(0)
     assert desk.ask("t", m.Finish()) == m.Ok()
@@ -293,9 +288,8 @@ def test_a_run_that_its_trainer_left_waits_for_one(desk: Any) -> None:
     assert "everyone waits for a trainer to join" in desk.status["waiting"]
 
 
-def test_a_resume_behind_the_end_of_the_run_is_refused(new_desk: Any) -> None:
-    desk = new_desk(num_steps=5)
-    desk.begin()
+def test_a_resume_behind_the_end_of_the_run_is_refused(begun_desk: Any) -> None:
+    desk = begun_desk(num_steps=5)
     refused = desk.ask("t", m.Resume(step=1 << 30, version=0, lineage="M"))
     assert (refused.code, "of a run of 5 steps" in refused.text) == ("step", True)
     assert desk.ask("t", m.Resume(step=5, version=5, lineage="M")) == m.Ok()

@@ -54,9 +54,8 @@ def test_nothing_comes_after_the_end_and_samples_are_kept_only_where_there_are_s
         assert transition.keeps_samples <= (phase in ("ready", "assigned", "committed") or cause == "put"), (phase, cause)
 
 
-def test_a_prompt_whose_worker_is_lost_each_time_is_dead_in_the_end(new_desk: Any) -> None:
-    desk = new_desk(max_attempts=2)
-    desk.begin()
+def test_a_prompt_whose_worker_is_lost_each_time_is_dead_in_the_end(begun_desk: Any) -> None:
+    desk = begun_desk(max_attempts=2)
     for instance in range(2, 8):
         (group,) = desk.lease()
         assert group.group == "0/0"
@@ -66,9 +65,8 @@ def test_a_prompt_whose_worker_is_lost_each_time_is_dead_in_the_end(new_desk: An
 
 
 @pytest.mark.parametrize("order", ["hello", "expiry, then hello", "broker restart, then hello", "expiry of a lease that it never spoke of"])
-def test_the_leases_of_a_worker_that_is_restarted_do_not_count_as_failed_attempts(new_desk: Any, order: str) -> None:
-    desk = new_desk(max_attempts=1)
-    desk.begin()
+def test_the_leases_of_a_worker_that_is_restarted_do_not_count_as_failed_attempts(begun_desk: Any, order: str) -> None:
+    desk = begun_desk(max_attempts=1)
     (group,) = desk.lease()
     if "never" not in order:
         desk.ask("w", m.Heartbeat(lineage="L", serving=0, num_leases=1, lease_sum=group.lease))
@@ -83,9 +81,8 @@ def test_the_leases_of_a_worker_that_is_restarted_do_not_count_as_failed_attempt
     assert desk.lease()[0].group == group.group, "at once"
 
 
-def test_a_put_ends_the_suspicion_that_lost_workers_raised(new_desk: Any) -> None:
-    desk = new_desk(max_attempts=1, max_staleness=0, batch_size=1)
-    desk.begin()
+def test_a_put_ends_the_suspicion_that_lost_workers_raised(begun_desk: Any) -> None:
+    desk = begun_desk(max_attempts=1, max_staleness=0, batch_size=1)
     for instance in ("2", "3"):
         desk.lease()
         desk.join("w", "rollout", instance=instance)
@@ -93,10 +90,9 @@ def test_a_put_ends_the_suspicion_that_lost_workers_raised(new_desk: Any) -> Non
     assert desk.state.groups.by_id["0/0"].losses == 0
 
 
-def test_a_prompt_that_kills_its_workers_does_not_take_those_leased_beside_it_along(new_desk: Any) -> None:
+def test_a_prompt_that_kills_its_workers_does_not_take_those_leased_beside_it_along(begun_desk: Any) -> None:
     """One worker, as many groups as it can hold, and one of them kills it whenever it is worked on."""
-    desk = new_desk(max_attempts=2, max_staleness=float("inf"), buffer_capacity=8, batch_size=4)
-    desk.begin()
+    desk = begun_desk(max_attempts=2, max_staleness=float("inf"), buffer_capacity=8, batch_size=4)
     poison, done = "0/2", []
     for instance in range(2, 60):
         groups = [group for _ in range(4) for group in desk.lease(1)]
@@ -114,9 +110,8 @@ def test_a_prompt_that_kills_its_workers_does_not_take_those_leased_beside_it_al
 
 
 @pytest.mark.parametrize("max_attempts", [1, 3])
-def test_a_prompt_that_is_too_stale_each_time_it_is_done_is_dead_in_the_end(new_desk: Any, max_attempts: int) -> None:
-    desk = new_desk(max_staleness=0, max_attempts=max_attempts, over_sampling=3, prompts=1000)
-    desk.begin()
+def test_a_prompt_that_is_too_stale_each_time_it_is_done_is_dead_in_the_end(begun_desk: Any, max_attempts: int) -> None:
+    desk = begun_desk(max_staleness=0, max_attempts=max_attempts, over_sampling=3, prompts=1000)
     for step in range(3 * max_attempts):
         slow, *others = desk.lease(3, serving=step)
         assert slow.group == "0/0", "the first of the queue again"
@@ -128,10 +123,11 @@ def test_a_prompt_that_is_too_stale_each_time_it_is_done_is_dead_in_the_end(new_
     assert f"({3 * max_attempts} times)" in next(note for note in desk.notes if "0/0 is dead" in note)
 
 
-def test_a_put_of_another_lineage_ends_its_lease_and_counts_as_a_failed_attempt(desk: Any) -> None:
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_put_of_another_lineage_ends_its_lease_and_counts_as_a_failed_attempt(desk: Any, version: int) -> None:
     (group,) = desk.lease()
     assert (group.lineage, group.version) == ("L", 0), "the lease names what the put must"
-    assert desk.put(group, lineage="M").result == "discarded"
+    assert desk.put(group, lineage="M", version=version).result == "discarded"
     found = desk.state.groups.by_id[group.group]
     assert (found.phase, found.failures) == ("queued", 1)
     assert desk.status["waste"] == {"put of another lineage": {"groups": 1, "tokens": 4}}

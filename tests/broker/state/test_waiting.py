@@ -22,10 +22,9 @@ def asks() -> dict[str, tuple[str, m.Message]]:
 
 
 @pytest.fixture
-def busy(new_desk: Any) -> Any:
+def busy(begun_desk: Any) -> Any:
     """A desk where every kind of request waits: no room, no batch, nothing to read, an evaluation that nobody makes."""
-    desk = new_desk(eval_datasets={"held": EvalDataset(num_prompts=1)}, eval_first=False, lease_s=1000.0, client_timeout_s=1000.0)
-    desk.begin()
+    desk = begun_desk(eval_datasets={"held": EvalDataset(num_prompts=1)}, eval_first=False, lease_s=1000.0, client_timeout_s=1000.0)
     desk.join("c", "consumer")
     desk.lease(99)
     return desk
@@ -57,9 +56,8 @@ def test_a_lease_of_nothing_is_refused(busy: Any, want: int) -> None:
     assert "Expected `int` >= 1 - at `$.want`" in busy.ask("w", m.Lease(want=want, wait_s=1.0)).text
 
 
-def test_a_lease_that_waits_when_the_run_finishes_is_answered_at_once(new_desk: Any) -> None:
-    desk = new_desk()
-    desk.begin()
+def test_a_lease_that_waits_when_the_run_finishes_is_answered_at_once(begun_desk: Any) -> None:
+    desk = begun_desk()
     desk.lease(99)
     waiting = desk.send("w", m.Lease(want=1, wait_s=600.0, lineage="L", serving=0))
     assert desk.ask("t", m.Finish()) == m.Ok()
@@ -80,10 +78,9 @@ class Calls:
 
 
 @pytest.fixture
-def crowd(new_desk: Any) -> Any:
+def crowd(begun_desk: Any) -> Any:
     """200 workers of an older version wait for a lease, while an evaluation of the newest version is queued."""
-    desk = new_desk(max_staleness=0, max_clients=500, eval_datasets={"held": EvalDataset(num_prompts=3)}, eval_first=False)
-    desk.begin()
+    desk = begun_desk(max_staleness=0, max_clients=500, eval_datasets={"held": EvalDataset(num_prompts=3)}, eval_first=False)
     desk.fill(2)
     desk.train(0)
     for number in range(200):
@@ -107,9 +104,8 @@ def test_bursts_look_at_one_waiting_lease_of_each_kind_while_nobody_can_be_serve
     assert not crowd.state.groups.leased_by("w8")
 
 
-def test_one_free_place_looks_at_the_first_of_those_that_wait_for_it(new_desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = new_desk(max_staleness=0, max_clients=500)
-    desk.begin()
+def test_one_free_place_looks_at_the_first_of_those_that_wait_for_it(begun_desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = begun_desk(max_staleness=0, max_clients=500)
     (group, _) = desk.lease(2)
     for number in range(200):
         desk.join(f"w{number}", "rollout")
@@ -120,9 +116,8 @@ def test_one_free_place_looks_at_the_first_of_those_that_wait_for_it(new_desk: A
     assert looked_at.count <= 2
 
 
-def test_an_ended_source_is_not_asked_for_each_waiting_lease(new_desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = new_desk(prompts=0, max_clients=500)
-    desk.begin()
+def test_an_ended_source_is_not_asked_for_each_waiting_lease(begun_desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = begun_desk(prompts=0, max_clients=500)
     asked = Calls(monkeypatch, desk.source, "take")
     for number in range(50):
         desk.join(f"w{number}", "rollout")
@@ -138,10 +133,9 @@ def test_the_status_makes_one_reason_for_leases_that_wait_for_the_same(crowd: An
     assert len([row for row in status["parked"] if row["kind"] == "lease"]) == 200
 
 
-def test_a_silent_worker_that_makes_room_for_another_takes_its_waiting_request_with_it(new_desk: Any) -> None:
+def test_a_silent_worker_that_makes_room_for_another_takes_its_waiting_request_with_it(begun_desk: Any) -> None:
     """It was the newest of its kind, and one request of a kind stands for all."""
-    desk = new_desk(max_staleness=float("inf"), buffer_capacity=4, max_clients=3)
-    desk.begin()
+    desk = begun_desk(max_staleness=float("inf"), buffer_capacity=4, max_clients=3)
     desk.fill(4)
     desk.join("w2", "rollout")
     ask = m.Lease(want=1, wait_s=600.0, needs_weights=False)

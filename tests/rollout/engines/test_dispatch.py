@@ -15,7 +15,7 @@ from rollout.engines.engine_state import Phase
 from rollout.engines.pool import EnginePool
 from rollout.samples.partials import Unfinished
 from rollout.samples.response import Completion, Task
-from slimebus.bus.errors import Unreachable, UsageError, WeightsError
+from slimebus.bus.errors import SlimebusError, Unreachable, UsageError, WeightsError
 from slimebus.bus.messages import NO_VERSION
 from slimebus.config.engine_plan import EngineSpec
 from slimebus.config.schema import EngineConfig, RunConfig
@@ -309,7 +309,33 @@ def test_an_engine_that_two_commands_detach_or_attach_at_once_goes_or_comes_once
         second.release()
         await sampling
 
-    run(tmp_path, talk)
+    run(tmp_path, talk, attach_hosts=["e2"])
+
+
+def test_a_command_attaches_no_engine_of_a_host_that_the_workers_config_does_not_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected: list[str] = []
+
+    async def claimed(pool: EnginePool, url: str) -> Engine:
+        connected.append(url)
+        raise Unreachable("it is only looked who is asked")
+
+    monkeypatch.setattr(EnginePool, "_claim", claimed)
+    known = ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1", "http://gpu7:1", "http://GPU8:2", "http://10.0.0.4:9"]
+    foreign = ["http://evil:1", "http://127.0.0.1@evil:1", "http://evil/127.0.0.1:1", "http://gpu7.evil:1", "http://10.0.0.40:1", "gpu7:1"]
+
+    async def talk(dispatch: Dispatch, *_: Client) -> None:
+        for url in known:
+            with pytest.raises(Unreachable):
+                await dispatch.pool.attach(url)
+        for url in foreign:
+            with pytest.raises(SlimebusError, match=r"name it in engine.attach_hosts of this worker") as refused:
+                await dispatch.pool.attach(url)
+            assert refused.value.code == "forbidden"
+        assert connected == known
+
+    run(tmp_path, talk, attach_hosts=["gpu7", "10.0.0.4"], engine_url=["http://gpu8:1"])
 
 
 def test_an_attached_engine_that_is_not_ready_when_the_worker_starts_is_tried_again(

@@ -127,27 +127,6 @@ def test_every_message_and_field_stands_in_the_protocol_document() -> None:
             assert f"`{field.name}`" in section, f"docs/protocol.md: {name} does not describe {field.name}"
 
 
-def test_an_unknown_field_of_a_newer_peer_is_ignored() -> None:
-    header = msgspec.msgpack.decode(_encode(m.Batch(step=3, wait_s=1.0)))
-    header["body"]["colour"] = "blue"
-    header["future"] = [1, 2]
-    assert envelope.decode([msgspec.msgpack.encode(header)]).message == m.Batch(step=3, wait_s=1.0)
-
-
-def test_an_unknown_type_is_named() -> None:
-    header = msgspec.msgpack.decode(_encode(m.Ok())) | {"type": "teleport"}
-    with pytest.raises(ProtocolError, match="teleport") as refused:
-        envelope.decode([msgspec.msgpack.encode(header)])
-    assert refused.value.code == "unknown_type"
-
-
-def test_another_protocol_version_is_named() -> None:
-    header = msgspec.msgpack.decode(_encode(m.Ok())) | {"v": 2}
-    with pytest.raises(ProtocolError, match=r"version 2, this process \(slimebus .*\) speaks 1;") as refused:
-        envelope.decode([msgspec.msgpack.encode(header)])
-    assert refused.value.code == "protocol_version"
-
-
 def test_a_header_beyond_256_kib_is_refused_on_both_sides() -> None:
     with pytest.raises(ProtocolError, match="262144"):
         _encode(m.Finish(reason="x" * 270_000))

@@ -31,24 +31,14 @@ def test_a_run_without_engines_that_is_to_be_evaluated_is_refused(tmp_path: Path
     assert isinstance(refused.exception, ConfigError)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"broker.lease_s": 2, "broker.heartbeat_s": 2}, "broker.lease_s: 2 is not above heartbeat_s 2, so every lease would expire"),
-        ({"broker.buffer_capacity": 5, "rollout.rollout_batch_size": 8}, "buffer_capacity: 5 is below rollout.rollout_batch_size 8"),
-        ({"trainer.dump_samples": 7, "rollout.n_samples_per_prompt": 8}, "groups are kept whole, so give 0 for none or at least"),
-        ({"rollout.rollout_batch_size": 2049, "rollout.n_samples_per_prompt": 8}, "2049 groups; at most 2048 fit one batch reply"),
-    ],
-)
-def test_rules_that_the_broker_would_refuse_to_start_with_are_refused_by_every_command(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve(None, flags, environ={})
-
-
 def test_a_worker_without_an_engine_may_join_a_run_that_is_evaluated(tmp_path: Path) -> None:
     file = run_yaml(tmp_path, "cpu")
     assert CliRunner().invoke(check, [str(file), "--syntax"]).exit_code == 0
     assert resolve(file, {"engine.engine": "none"}, environ={}).config.eval.datasets
+
+
+def more(**given: Any) -> dict[str, Any]:
+    return {"rollout.sampling_params": given}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +50,7 @@ def test_a_worker_without_an_engine_may_join_a_run_that_is_evaluated(tmp_path: P
         ({"broker.bind": "127.0.0.1:5555"}, "broker.bind is '127.0.0.1:5555'; expected"),
         ({"broker.hints_bind": "tcp://x"}, "broker.hints_bind is 'tcp://x'; expected"),
         ({"weights.weights_advertise": "tcp://node1:5600"}, "weights.weights_advertise: 'tcp://node1:5600'; expected a host name"),
+        ({"engine.attach_hosts": ["gpu7", "http://gpu8"]}, "engine.attach_hosts: 'http://gpu8'; expected a host name or address alone"),
         ({"engine.engine_url": "nonsense"}, "engine.engine_url: 'nonsense'; expected http://HOST:PORT"),
         ({"engine.engine_url": ["http://a:30000", "http://b:x"]}, "engine.engine_url: 'http://b:x'; expected http://HOST:PORT"),
         ({"rollout.rollout_top_k": 0}, "rollout.rollout_top_k: 0; expected at least 1, or -1 for all tokens"),
@@ -68,6 +59,19 @@ def test_a_worker_without_an_engine_may_join_a_run_that_is_evaluated(tmp_path: P
             {"rollout.custom_rm_path": "keep.py:keep", "rollout.dynamic_sampling_filter_path": "keep.py:keep"},
             "rollout.custom_rm_path: keep.py:keep is a filter of groups and no reward",
         ),
+        ({"broker.lease_s": 2, "broker.heartbeat_s": 2}, "broker.lease_s: 2 is not above heartbeat_s 2, so every lease would expire"),
+        ({"broker.buffer_capacity": 5, "rollout.rollout_batch_size": 8}, "buffer_capacity: 5 is below rollout.rollout_batch_size 8"),
+        ({"trainer.dump_samples": 7, "rollout.n_samples_per_prompt": 8}, "groups are kept whole, so give 0 for none or at least"),
+        ({"rollout.rollout_batch_size": 2049, "rollout.n_samples_per_prompt": 8}, "2049 groups; at most 2048 fit one batch reply"),
+        (
+            more(repetition_penalti=1.1),
+            "rollout.sampling_params.repetition_penalti: no such sampling parameter; did you mean 'repetition_penalty'?",
+        ),
+        (more(repetition_penalty=3), "rollout.sampling_params.repetition_penalty: 3; Expected `float` <= 2.0"),
+        (more(min_new_tokens="many"), "rollout.sampling_params.min_new_tokens: 'many'; Expected `int | null`, got `str`"),
+        (more(min_new_tokens=2000), "min_new_tokens: 2000 is above rollout_max_response_len 1024"),
+        (more(temperature=0.5), "rollout.sampling_params.temperature: set rollout.rollout_temperature instead"),
+        (more(max_new_tokens=5), "set rollout.rollout_max_response_len instead"),
         (
             {"trainer.sequence_parallel": True},
             "trainer.sequence_parallel: true with tensor_model_parallel_size 1",
@@ -83,26 +87,6 @@ def test_what_no_process_could_use_is_refused(flags: dict[str, Any], message: st
 def test_addresses_of_other_machines_and_urls_of_engines_are_taken() -> None:
     flags = {"weights.weights_bind": "tcp://0.0.0.0:5600", "weights.weights_advertise": "[fe80::1]", "broker.bind": "tcp://[::]:5555"}
     resolve(None, flags | {"engine.engine_url": ["http://127.0.0.1:30000", "https://node7/"]}, environ={})
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        (
-            {"repetition_penalti": 1.1},
-            "rollout.sampling_params.repetition_penalti: no such sampling parameter; did you mean 'repetition_penalty'?",
-        ),
-        ({"repetition_penalty": 3}, "rollout.sampling_params.repetition_penalty: 3; Expected `float` <= 2.0"),
-        ({"min_new_tokens": "many"}, "rollout.sampling_params.min_new_tokens: 'many'; Expected `int | null`, got `str`"),
-        ({"min_new_tokens": 2000}, "min_new_tokens: 2000 is above rollout_max_response_len 1024"),
-        ({"temperature": 0.5}, "rollout.sampling_params.temperature: set rollout.rollout_temperature instead"),
-        ({"max_new_tokens": 5}, "set rollout.rollout_max_response_len instead"),
-    ],
-)
-def test_more_sampling_parameters_are_checked(given: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        resolve(None, {"rollout.sampling_params": given}, environ={})
-    assert problem in str(refused.value)
 
 
 def test_more_sampling_parameters_go_to_the_engine_of_training_and_evaluation() -> None:

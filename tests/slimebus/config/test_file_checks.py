@@ -110,70 +110,111 @@ def test_everything_that_is_missing_is_told_at_once(tmp_path: Path) -> None:
     assert CliRunner().invoke(check, [str(file), "--syntax"]).exit_code == 0
 
 
-def test_a_model_without_a_tokenizer_or_weights_is_named(tmp_path: Path) -> None:
-    file = complete(tmp_path)
-    (tmp_path / "model" / "tokenizer.json").unlink()
-    (tmp_path / "model" / "model.safetensors").unlink()
-    assert "no tokenizer (tokenizer.json or tokenizer_config.json)" in problems(file)
-    assert "no weights (*.safetensors)" in problems(file)
+Look = tuple[dict[str, bytes | None], dict[str, Any], str]
+"""Files in place of those of a complete run (None: without it), changes of its config, and what is told; nothing: it is right."""
+UNLABELLED = {"unlabelled.jsonl": b'{"prompt": "2+2=", "answer": "4"}\n{"prompt": "1+1=", "answer": "2", "label": null}\n'}
+NO_LABEL = "no row has the key 'label' (data.label_key), which the reward compares with; the first has 'prompt', 'answer'"
+SHAPE = {"model/config.json": b'{"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 6}'}
+LONG = {"model/config.json": b'{"max_position_embeddings": 128}'}
+NO_ROOM = "tokens leave no room for a prompt in the model's context of 128"
+OWN_REWARD = {"rollout__custom_rm_path": "reward.py:reward"}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (weights(8, 8), ""),
-        (weights(8, 7), "model.safetensors is cut short: it has 1"),
-        (weights(8, 8)[:20], "its header cannot be read"),
-        (b"", "its header cannot be read"),
-        (b"version https://git-lfs.github.com/spec/v1", "its header cannot be read"),
-    ],
-)
-def test_weights_that_are_cut_short_are_refused_by_their_header(tmp_path: Path, content: bytes, message: str) -> None:
-    file = complete(tmp_path)
-    (tmp_path / "model" / "model.safetensors").write_bytes(content)
-    assert bool(problems(file)) == bool(message)
-    assert message in problems(file)
+def of_file(name: str, content: bytes, message: str, **changes: Any) -> Look:
+    return {name: content}, {"data__prompt_data": [name], **OWN_REWARD, **changes}, message
 
 
-def test_weights_that_the_index_names_and_are_not_there_are_refused(tmp_path: Path) -> None:
-    file = complete(tmp_path)
-    (tmp_path / "model" / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00002.safetensors"}}')
-    assert "model-00002.safetensors: no such file, which model.safetensors.index.json names" in problems(file)
+def unlabelled(message: str, **changes: Any) -> Look:
+    return UNLABELLED, {"data__prompt_data": ["unlabelled.jsonl"], **changes}, message
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("p.jsonl", b'\n{"question": "2+2", "label": "4"}\n', "p.jsonl:2: no 'prompt' (input_key); it has 'question', 'label'"),
-        ("p.jsonl", b'{"prompt": "2+2", \n', "p.jsonl:1: "),
-        ("p.jsonl", b"\n \n", "no prompts in "),
-        ("p.jsonl.gz", gzip.compress(b'{"prompt": ""}\n'), "p.jsonl.gz:1: 'prompt' must be text"),
-        ("p.parquet", b"PAR1 and nothing behind it", "cannot be read as parquet"),
-    ],
-)
-def test_a_file_whose_first_line_is_no_prompt_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    if name.endswith("parquet"):
+def laid_out(tensor: int, pipeline: int, message: str) -> Look:
+    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline, "nproc_per_node": tensor * pipeline}
+    return SHAPE, {f"trainer__{name}": size for name, size in sizes.items()}, message
+
+
+def sliced(rows: str, message: str) -> Look:
+    file = f"prompts.jsonl@{rows}"
+    return {}, {"data__prompt_data": [file], "eval__datasets": {"held": {"path": file}}}, message
+
+
+LOOKED_AT: dict[str, Look] = {
+    "no tokenizer": ({"model/tokenizer.json": None}, {}, "no tokenizer (tokenizer.json or tokenizer_config.json)"),
+    "no weights": ({"model/model.safetensors": None}, {}, "no weights (*.safetensors)"),
+    "whole weights": ({"model/model.safetensors": weights(8, 8)}, {}, ""),
+    "weights cut short": ({"model/model.safetensors": weights(8, 7)}, {}, "model.safetensors is cut short: it has 1"),
+    "a header cut short": ({"model/model.safetensors": weights(8, 8)[:20]}, {}, "its header cannot be read"),
+    "empty weights": ({"model/model.safetensors": b""}, {}, "its header cannot be read"),
+    "a pointer of git-lfs": ({"model/model.safetensors": b"version https://git-lfs.github.com/spec/v1"}, {}, "its header cannot be read"),
+    "a shard that is not there": (
+        {"model/model.safetensors.index.json": b'{"weight_map": {"w": "model-00002.safetensors"}}'},
+        {},
+        "model-00002.safetensors: no such file, which model.safetensors.index.json names",
+    ),
+    "a response that fills the context": (
+        LONG,
+        {"rollout__rollout_max_response_len": 128},
+        f"rollout.rollout_max_response_len: 128 {NO_ROOM}",
+    ),
+    "one of an evaluation that does": (
+        LONG,
+        {"rollout__rollout_max_response_len": 64, "eval__datasets": {"held": {"path": "prompts.jsonl", "max_response_len": 4096}}},
+        f"eval.datasets.held.max_response_len: 4096 {NO_ROOM}",
+    ),
+    "no prompt": of_file("p.jsonl", b'\n{"question": "2+2", "label": "4"}\n', "p.jsonl:2: no 'prompt' (input_key); it has 'question'"),
+    "no prompt, skipped": of_file("p.jsonl", b'{"question": "2+2"}\n', "", data__skip_bad_prompts=True),
+    "half a line": of_file("p.jsonl", b'{"prompt": "2+2", \n', "p.jsonl:1: "),
+    "no line": of_file("p.jsonl", b"\n \n", "no prompts in "),
+    "an empty prompt": of_file("p.jsonl.gz", gzip.compress(b'{"prompt": ""}\n'), "p.jsonl.gz:1: 'prompt' must be text"),
+    "no parquet": of_file("p.parquet", b"PAR1 and nothing behind it", "cannot be read as parquet"),
+    "a slice behind a bad line": of_file("p.jsonl", b'{"comment": 1}\n{"prompt": "2+2"}\n', "", data__prompt_data=["p.jsonl@[1:]"]),
+    "a slice of no row": sliced("[5:9]", "data.prompt_data: prompt data "),
+    "an empty slice": sliced("[1:1]", "eval.datasets.held.path: prompt data "),
+    "a slice backwards": sliced("[-0:-4]", "takes none of its 1 rows"),
+    "no slice": ({}, {"data__prompt_data": ["prompts.jsonl@[1:x]"]}, "expected PATH, PATH@[start:stop]"),
+    "no weight": ({}, {"data__prompt_data": ["prompts.jsonl*0"]}, "the weight must be above 0"),
+    "no label": unlabelled(NO_LABEL),
+    "no label for math": unlabelled(NO_LABEL, rollout__rm_type="math"),
+    "another label": unlabelled("", data__label_key="answer"),
+    "a reward without labels": unlabelled("", rollout__rm_type="random"),
+    "a reward of one's own": unlabelled("", **OWN_REWARD),
+    "no label for an evaluation": unlabelled(
+        NO_LABEL, rollout__rm_type="random", eval__datasets={"h": {"path": "unlabelled.jsonl", "rm_type": "exact"}}
+    ),
+    "one row with a label": ({"prompts.jsonl": b'{"prompt": "a"}\n\n{"prompt": "b", "label": 0}\n'}, {}, ""),
+    "ranks that share no heads": laid_out(3, 1, "3 ranks cannot share the model's 8 attention heads; expected a divisor"),
+    "ranks that share heads": laid_out(4, 1, ""),
+    "ranks that share no layers": laid_out(2, 4, "trainer.pipeline_model_parallel_size: 4 ranks cannot share the model's 6 layers"),
+    "ranks that share layers": laid_out(8, 3, ""),
+    "a hook of two": (
+        {"hook.py": b"def f(a, b): pass\n"},
+        {"rollout__custom_rm_path": "hook.py:f"},
+        "missing a required argument: 'b'; it is called with (response)",
+    ),
+    "a hook of none": (
+        {"hook.py": b"def f(): pass\n"},
+        {"rollout__dynamic_sampling_filter_path": "hook.py:f"},
+        "too many positional arguments; it is called with (samples)",
+    ),
+    "a hook of one": (
+        {"hook.py": b"def f(groups): pass\n"},
+        {"broker__buffer_filter_path": "hook.py:f"},
+        "too many positional arguments; it is called with (groups, batch)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOOKED_AT)
+def test_what_a_config_names_is_looked_at(tmp_path: Path, what: str) -> None:
+    files, changes, message = LOOKED_AT[what]
+    if what == "no parquet":
         pytest.importorskip("pyarrow")
-    (tmp_path / name).write_bytes(content)
-    file = complete(tmp_path, data__prompt_data=[name], rollout__custom_rm_path="reward.py:reward")
-    assert "data.prompt_data: " in problems(file)
-    assert message in problems(file)
-    if name == "p.jsonl" and b"{" in content:
-        assert not problems(complete(tmp_path, data__prompt_data=[name], data__skip_bad_prompts=True, rollout__rm_type="random"))
-
-
-def test_a_slice_is_judged_by_its_own_first_line(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"comment": "none"}\n{"prompt": "2+2", "label": "4"}\n')
-    assert not problems(complete(tmp_path, data__prompt_data=["p.jsonl@[1:]"]))
-
-
-@pytest.mark.parametrize(("own", "field"), [({"rollout__rollout_max_response_len": 128}, "rollout.rollout_max_response_len: 128"),
-    ({"rollout__rollout_max_response_len": 64, "eval__datasets": {"held": {"path": "prompts.jsonl", "max_response_len": 4096}}},
-     "eval.datasets.held.max_response_len: 4096")])  # fmt: skip
-def test_a_response_that_fills_the_context_is_refused(tmp_path: Path, own: dict[str, Any], field: str) -> None:
-    file = complete(tmp_path, **own)
-    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 128}')
-    assert f"{field} tokens leave no room for a prompt in the model's context of 128" in problems(file)
+    file = complete(tmp_path, **changes)
+    for name, content in files.items():
+        (tmp_path / name).unlink() if content is None else (tmp_path / name).write_bytes(content)
+    told = problems(file)
+    assert message in told
+    assert bool(told) == bool(message)
 
 
 def test_sglang_that_is_not_installed_is_named_with_the_way_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,71 +225,12 @@ def test_sglang_that_is_not_installed_is_named_with_the_way_to_install_it(tmp_pa
     assert not problems(file), "a running engine needs no package here"
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_told"),
-    [
-        ({}, True),
-        ({"rollout__rm_type": "math"}, True),
-        ({"data__label_key": "answer"}, False),
-        ({"rollout__rm_type": "random"}, False),
-        ({"rollout__custom_rm_path": "reward.py:reward"}, False),
-        ({"rollout__rm_type": "random", "eval__datasets": {"h": {"path": "unlabelled.jsonl", "rm_type": "exact"}}}, True),
-    ],
-)
-def test_data_without_the_label_that_the_reward_compares_with_is_refused(tmp_path: Path, changes: dict[str, Any], is_told: bool) -> None:
-    rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "1+1=", "answer": "2", "label": None}]
-    file = complete(tmp_path, **{"data__prompt_data": ["unlabelled.jsonl"], **changes})
-    (tmp_path / "unlabelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert ("no row has the key 'label' (data.label_key)" in problems(file)) == is_told
-    if is_told:
-        assert "the first has 'prompt', 'answer'" in problems(file)
-
-
-def test_one_row_with_a_label_is_enough(tmp_path: Path) -> None:
-    file = complete(tmp_path)
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "b", "label": 0}\n')
-    assert not problems(file)
-
-
 def test_every_kind_of_mistake_is_told_in_one_round(tmp_path: Path) -> None:
     file = complete(tmp_path, rollout__num_rollout=0, rollout__num_steps_per_rollout=5, data__prompt_data=["absent.jsonl"])
     done = CliRunner().invoke(check, [str(file), "--engine", "none", "--lease-s", "soon"])
     assert isinstance(done.exception, ConfigError)
     for part in ("num_rollout: got 0", "do not divide into", "engine.engine is none", "lease_s: got 'soon'", "absent.jsonl"):
         assert part in done.exception.text, part
-
-
-@pytest.mark.parametrize("rows", ["[5:9]", "[1:1]", "[-0:-4]"])
-def test_a_slice_that_takes_no_row_is_told_with_the_number_of_rows(tmp_path: Path, rows: str) -> None:
-    file = complete(tmp_path, data__prompt_data=[f"prompts.jsonl@{rows}"], eval__datasets={"held": {"path": f"prompts.jsonl@{rows}"}})
-    told = problems(file)
-    assert told.count("takes none of its 1 rows") == 2
-    assert "data.prompt_data: prompt data" in told
-    assert "eval.datasets.held.path: prompt data" in told
-
-
-def test_an_entry_that_is_no_path_slice_or_weight_is_told(tmp_path: Path) -> None:
-    file = complete(tmp_path, data__prompt_data=["prompts.jsonl@[1:x]", "prompts.jsonl*0"])
-    assert "expected PATH, PATH@[start:stop]" in problems(file)
-    assert "the weight must be above 0" in problems(file)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "message"),
-    [
-        (3, 1, "3 ranks cannot share the model's 8 attention heads; expected a divisor"),
-        (4, 1, ""),
-        (2, 4, "trainer.pipeline_model_parallel_size: 4 ranks cannot share the model's 6 layers"),
-        (8, 3, ""),
-    ],
-)
-def test_a_layout_that_the_models_heads_or_layers_cannot_have_is_told(tmp_path: Path, tensor: int, pipeline: int, message: str) -> None:
-    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline, "nproc_per_node": tensor * pipeline}
-    file = complete(tmp_path, **{f"trainer__{name}": size for name, size in sizes.items()})
-    shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 6}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
-    assert message in problems(file)
-    assert bool(problems(file)) == bool(message)
 
 
 def test_an_unknown_field_of_megatron_is_told_with_the_nearest(tmp_path: Path) -> None:
@@ -290,16 +272,3 @@ def test_arguments_of_server_groups_and_of_the_router_are_checked_too(tmp_path: 
     assert "engine.sglang_config: tp_sise: no argument of the SGLang server; did you mean 'tp_size'?" in found
     assert "tp_size: no argument" not in found
     assert f"engine.sglang_config: no model at {tmp_path / 'nowhere'}" in found
-
-
-@pytest.mark.parametrize(
-    ("field", "hook", "message"),
-    [
-        ("rollout__custom_rm_path", "def f(a, b): pass", "missing a required argument: 'b'; it is called with (response)"),
-        ("rollout__dynamic_sampling_filter_path", "def f(): pass", "too many positional arguments; it is called with (samples)"),
-        ("broker__buffer_filter_path", "def f(groups): pass", "too many positional arguments; it is called with (groups, batch)"),
-    ],
-)
-def test_a_hook_that_cannot_be_called_as_it_will_be_is_told(tmp_path: Path, field: str, hook: str, message: str) -> None:
-    (tmp_path / "hook.py").write_text(hook + "\n")
-    assert message in problems(complete(tmp_path, **{field: "hook.py:f"}))

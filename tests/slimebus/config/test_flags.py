@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from slimebus.cli.commands.engines import drain
 from slimebus.cli.commands.status import status
 from slimebus.cli.root import root
-from slimebus.config.flags import other_names, split_words, trainer_options
+from slimebus.config.convert import other_names
+from slimebus.config.flags import split_words, trainer_options
 
 
 @pytest.mark.parametrize("words", [("run.yaml", "http://x:1"), ("http://x:1", "run.yaml")])
@@ -60,6 +61,23 @@ def test_a_flag_of_slime_or_trl_is_answered_with_what_to_write_here(command: str
     done = CliRunner().invoke(root, [*command.split(), *words.split()])
     assert done.exit_code == 2
     assert f"No such option '{words.split()[0].partition('=')[0]}'. Here: {here}" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "here"),
+    [
+        ("--kl-loss-type low_var_kl", "expected one of '', k1, k2, k3, unbiased. Here: --kl-loss-type k3"),
+        ("--loss-aggregation seq-mean-token-mean", "Here: --loss-aggregation sequence"),
+        ("--lr-decay-style constant_with_warmup", "Here: --lr-decay-style constant --lr-warmup-iters N"),
+    ],
+)
+@pytest.mark.parametrize("command", ["trainer", "config check"])
+def test_a_value_of_slime_verl_or_trl_is_answered_with_what_to_write_here(command: str, words: str, here: str) -> None:
+    done = CliRunner().invoke(root, [*command.split(), *words.split()])
+    flag, value = words.split()
+    assert f"{flag}: " in str(done.exception)
+    assert f"got '{value}'; expected one of" in str(done.exception)
+    assert here in str(done.exception)
 
 
 def test_what_is_suggested_exists_and_the_document_has_the_same_table() -> None:

@@ -5,9 +5,8 @@ import msgspec
 import pytest
 
 from slimebus.bus.errors import ConfigError
-from slimebus.config import resolve
-from slimebus.config.fields import docstrings, sections
-from slimebus.config.schema import flag_of, paths
+from slimebus.config import resolve, schema
+from slimebus.config.schema import docstrings, flag_of, paths, sections
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -147,7 +146,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
 def test_every_field_is_documented_with_its_unit() -> None:
     undocumented = [d.name for _, _, docs in sections() for d in docs if not d.unit or not d.meaning.endswith((".", ")"))]
     assert not undocumented
-    assert all(doc.startswith("[") for doc in docstrings().values())
+    assert all(doc.startswith("[") for doc in docstrings(schema).values())
 
 
 def test_flags_are_unambiguous_across_sections() -> None:

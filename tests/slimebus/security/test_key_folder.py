@@ -96,6 +96,24 @@ def test_a_rotated_key_is_good_until_its_grace_is_over(folder: Path) -> None:
     assert older not in grants_of(allowed, time.time() + 101)
 
 
+def test_a_key_with_an_end_grants_nothing_from_then_on_and_its_name_can_be_used_again(folder: Path) -> None:
+    end = time.time() + 100.0
+    key_folder.add(folder, "guest", "viewer", until=end)
+    guest, now = read_key(folder / "guest.key").public, [end - 1.0]
+    ring = FolderKeyring(folder, wall=lambda: now[0])
+    generation = ring.generation
+    assert guest in ring.grants
+    now[0] = end
+    ring.refresh()
+    assert guest not in ring.grants
+    assert ring.generation > generation, "who follows the list hears of it"
+    key_folder.add(folder, "late", "viewer", until=time.time() - 1.0)
+    with pytest.raises(UsageError, match="no key 'late' to change"):
+        key_folder.rotate(folder, "late", grace_s=0)
+    key_folder.add(folder, "late", "viewer")
+    assert read_key(folder / "late.key").public in FolderKeyring(folder).grants
+
+
 def test_the_brokers_key_changes_in_two_steps(folder: Path) -> None:
     present = read_key(folder / "broker.key").public
     key_folder.prepare_broker(folder)

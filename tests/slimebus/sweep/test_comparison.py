@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from run_records import write_run
 
 from slimebus.cli.commands.sweep import compare
 from slimebus.sweep import plots
 from slimebus.sweep.comparison import main_axis, page, sections_of, table
-from slimebus.sweep.results import Point, RunResult
-from slimebus.sweep.statistics import Estimate
+from slimebus.sweep.results import Estimate, Point, RunResult
 
 ETA = "broker.max_staleness"
 
@@ -107,15 +107,7 @@ def test_plots_are_the_same_for_the_same_results() -> None:
 
 def test_compare_writes_report_table_and_numbers(tmp_path: Path) -> None:
     for eta in (0, 2):
-        folder = tmp_path / f"eta{eta}"
-        (folder / "metrics").mkdir(parents=True)
-        times = {"wait_s": 0.5, "train_s": 0.4, "publish_s": 0.1, "save_s": 0.0}
-        rows = [
-            {"step": i, "elapsed_s": 1.0, "reward": 0.5, "num_samples": 8.0, "lag_mean": eta / 2, "lag_max": eta, **times} for i in range(8)
-        ]
-        (folder / "metrics" / "trainer.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "trainer-settings.json").write_text('{"seed": "0"}')
-        (folder / "status.json").write_text(json.dumps({"settings": {"max_staleness": eta}}))
+        write_run(tmp_path / f"eta{eta}", eta=eta)
     done = CliRunner().invoke(compare, [str(tmp_path / "eta0"), str(tmp_path / "eta2"), "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert "Too few seeds to say which eta learns better (1; at least 3)" in done.output

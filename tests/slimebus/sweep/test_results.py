@@ -1,34 +1,13 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from run_records import write_run
 
 from slimebus.bus.errors import DataError
 from slimebus.sweep import results
 from slimebus.sweep.results import bucket_of, by_condition, of_runs, told_apart
 from slimebus.view.run_status import last_status
-
-TIMES = {"wait_s": 0.5, "train_s": 0.4, "publish_s": 0.1, "save_s": 0.0}
-
-
-def write_run(run_dir: Path, *, seed: int = 0, eta: float = 1, settings: dict[str, str] | None = None, **step: Any) -> Path:
-    """Ten steps of a second and 8 samples each, evaluated at versions 0, 5 and 10."""
-    metrics = run_dir / "metrics"
-    metrics.mkdir(parents=True)
-    usual = {**TIMES, "num_samples": 8.0, "lag_mean": 1.0, "lag_max": 2.0, "reward": 0.5, "loss": 0.2, "lag/all/m2": 0.3, "lag/1/m2": 0.1}
-    rows = [usual | {"step": i, "elapsed_s": 1.0 + i, "time": 100.0 + i} | step for i in range(10)]
-    (metrics / "trainer.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evals = [
-        {"evaluation": "k", "dataset": name, "version": v, "step": 0, "mean_reward": v / 20, "low": 0.0, "high": 1.0, "interval": "wilson"}
-        for v in (0, 5, 10)
-        for name in ("easy", "heldout")
-    ]
-    (metrics / "broker.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evals))
-    (run_dir / "status.json").write_text(json.dumps({"settings": {"max_staleness": eta}}))
-    own = {"seed": str(seed), "name": f'"{run_dir.name}"', "optimizer.lr": "0.1"} | (settings or {})
-    (run_dir / "trainer-settings.json").write_text(json.dumps(own))
-    return run_dir
 
 
 def test_a_run_is_summed_up_from_its_records(tmp_path: Path) -> None:

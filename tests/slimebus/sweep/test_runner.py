@@ -2,37 +2,29 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from slimebus.bus.errors import ConfigError, DataError, UsageError
+from slimebus.process.launch import locked
 from slimebus.sweep import runner
-from slimebus.sweep.plan import EarlyStop, Sweep, load
-from slimebus.sweep.runner import Runner, dealt, hopeless, reason_in
-
-
-class Process:
-    pid = os.getpid()
-
-    def __init__(self, code: int | None) -> None:
-        self.code = code
-
-    def poll(self) -> int | None:
-        return self.code
+from slimebus.sweep.plan import Sweep, load
+from slimebus.sweep.runner import Runner, reason_in
 
 
 class FakeGroup:
-    """Trials that end at once with the code that `codes` has for them; None: they never end. Each writes its evaluations."""
+    """Trials that end at once with the code that `codes` has for them. Each writes its evaluation."""
 
-    codes: dict[str, int | None] = {}
-    scores: dict[str, float] = {}
+    codes: dict[str, int] = {}
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.started: list[tuple[str, Sequence[str], Any]] = []
+        self.children: list[Any] = []
         FakeGroup.last = self  # type: ignore[attr-defined]
 
     def __enter__(self) -> "FakeGroup":
@@ -46,24 +38,18 @@ class FakeGroup:
         log = self.folder / f"{role}.log"
         lines = ["trainer | 1", "trainer | it broke: no such thing", "broker | bye"]
         log.write_text("\n".join([*lines, "slimebus: trainer ended with code 1 (log: x); ending the others", ""]))
-        write_records(self.folder.parent / "trials" / role, [self.scores.get(role, 0.5)])
-        child = type("Child", (), {"process": Process(self.codes.get(role, 0)), "log_file": log})
-        return child()
-
-    def stop_one(self, child: Any, grace_s: float) -> None:
-        child.process.code = child.process.code or 143
+        write_records(self.folder.parent / "trials" / role)
+        process = SimpleNamespace(pid=os.getpid(), poll=lambda: self.codes.get(role, 0))
+        self.children.append(SimpleNamespace(process=process, log_file=log, kill=lambda: None))
+        return self.children[-1]
 
 
-def write_records(run_dir: Path, scores: Sequence[float]) -> None:
+def write_records(run_dir: Path) -> None:
     metrics = run_dir / "metrics"
     metrics.mkdir(parents=True, exist_ok=True)
     (metrics / "trainer.jsonl").write_text(json.dumps({"step": 0, "elapsed_s": 1.0}) + "\n")
-    rows = [evaluation(10 * i, score) for i, score in enumerate(scores)]
-    (metrics / "broker.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def evaluation(version: int, score: float) -> dict[str, Any]:
-    return {"evaluation": "k", "dataset": "heldout", "version": version, "mean_reward": score, "low": score - 0.05, "high": score + 0.05}
+    row = {"evaluation": "k", "dataset": "heldout", "version": 0, "mean_reward": 0.5, "low": 0.4, "high": 0.6}
+    (metrics / "broker.jsonl").write_text(json.dumps(row) + "\n")
 
 
 @pytest.fixture
@@ -71,13 +57,12 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     return sweep_of(tmp_path, monkeypatch)
 
 
-def sweep_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, codes: dict[str, int | None] | None = None, **tree: Any) -> Sweep:
+def sweep_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, codes: dict[str, int] | None = None, **tree: Any) -> Sweep:
     (tmp_path / "run.yaml").write_text("name: base\n")
     usual = {"run": "run.yaml", "sweep_dir": str(tmp_path / "out"), "grid": {"broker.max_staleness": [0, 1, 2]}}
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(usual | tree))
     monkeypatch.setattr(runner, "ProcessGroup", FakeGroup)
     monkeypatch.setattr(runner, "POLL_S", 0.0)
-    monkeypatch.setattr(runner, "SCORES_POLL_S", -1.0)
     monkeypatch.setattr(runner, "asked_refusals", lambda sweep: {})
     monkeypatch.setattr(FakeGroup, "codes", codes or {})
     return load(tmp_path / "s.yaml")
@@ -149,31 +134,6 @@ def test_parallel_trials_get_their_share_of_the_gpus(tmp_path: Path, monkeypatch
     assert all(arguments[-2:] == ["--workers", "2"] for _, arguments, _ in started)
 
 
-def test_a_hopeless_trial_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeGroup, "scores", {"max_staleness=3,seed=0": 0.1})
-    sweep = sweep_of(
-        tmp_path,
-        monkeypatch,
-        codes={"max_staleness=3,seed=0": None},
-        grid={"broker.max_staleness": [0, 1, 2, 3]},
-        early_stop={"after": 1},
-    )
-    assert hopeless([evaluation(0, 0.1)], [[evaluation(0, 0.5)]] * 3, EarlyStop()) == "", "not before it may be"
-    monkeypatch.setattr(
-        runner, "hopeless", lambda rows, others, rule: "hopeless" if len(others) == 3 and rows[-1]["mean_reward"] == 0.1 else ""
-    )
-    Runner(sweep, print).run()
-    assert [state for state, _ in states(sweep)] == ["done"] * 3 + ["stopped"]
-
-
-def test_the_scores_of_every_running_trial_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = sweep_of(tmp_path, monkeypatch, parallel=3, codes=dict.fromkeys(f"max_staleness={n},seed=0" for n in range(3)), early_stop={})
-    monkeypatch.setattr(runner, "SCORES_POLL_S", 60.0)
-    monkeypatch.setattr(runner, "hopeless", lambda rows, others, rule: "hopeless")
-    Runner(sweep, print).run()
-    assert states(sweep) == [("stopped", 1)] * 3
-
-
 @pytest.mark.parametrize("value", [float("inf"), 1e300, 10**30, [float("inf")]])
 def test_a_sweep_with_an_infinite_option_can_be_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
     sweep = sweep_of(tmp_path, monkeypatch, grid={"broker.max_staleness": [value]})
@@ -188,17 +148,6 @@ def test_a_spoilt_trial_json_is_named(sweep: Sweep, junk: bytes) -> None:
     file.write_bytes(junk)
     with pytest.raises(DataError, match=r"trial\.json is spoilt"):
         Runner(sweep, print)
-
-
-def test_hopeless_is_surely_below_the_median_of_what_others_had_reached() -> None:
-    others = [[evaluation(10, best), evaluation(20, 0.9)] for best in (0.2, 0.5, 0.8)]
-    rule = EarlyStop(after=10)
-    assert "median of 3 others 0.500" in hopeless([evaluation(10, 0.44)], others, rule)
-    assert hopeless([evaluation(10, 0.46)], others, rule) == "", "0.46 may be 0.51"
-    assert hopeless([evaluation(5, 0.1)], others, rule) == ""
-    assert hopeless([evaluation(10, 0.1)], others[:2], rule) == "", "two are too few"
-    assert hopeless([evaluation(10, 0.6), evaluation(20, 0.1)], others, rule) != "", "by then they had 0.9"
-    assert hopeless([], others, rule) == ""
 
 
 def test_the_reason_is_the_last_words_of_the_process_that_failed(tmp_path: Path) -> None:
@@ -219,12 +168,5 @@ def test_other_options_under_the_same_name_are_refused(sweep: Sweep, tmp_path: P
 
 def test_one_process_at_a_time_runs_a_sweep(sweep: Sweep) -> None:
     sweep.folder.mkdir()
-    lock = runner.FileLock(sweep.folder / "lock")
-    assert lock.acquire()
-    with pytest.raises(UsageError, match=f"process {os.getpid()} runs this sweep"):
+    with locked(sweep.folder / "lock", 0.0), pytest.raises(UsageError, match="another process runs this sweep"):
         Runner(sweep, print).run()
-    lock.release()
-
-
-def test_ids_are_dealt_evenly() -> None:
-    assert [list(dealt([4, 5, 6, 7], 2, share)) for share in (0, 1)] == [[4, 5], [6, 7]]

@@ -1,7 +1,6 @@
 import pytest
 
-from slimebus.sweep.results import Point, RunResult
-from slimebus.sweep.statistics import conclusion, detectable, estimate, p_worse, score_of, speed_of
+from slimebus.sweep.results import Point, RunResult, conclusion, detectable, estimate, p_worse, score_of, speed_of
 
 ETA = "broker.max_staleness"
 
@@ -49,45 +48,45 @@ def test_a_larger_spread_hides_larger_falls() -> None:
     assert detectable([0.9, 0.92, 0.94], [0.9, 0.92, 0.94]) == pytest.approx(2 * detectable([0.91, 0.92, 0.93], [0.91, 0.92, 0.93]))
 
 
-def test_the_smallest_value_that_costs_no_speed_and_no_learning_is_named() -> None:
-    said = conclusion(runs({"0": GOOD, "1": SAME, "2": SAME, "16": BAD}, {"0": 50.0, "1": 90.0, "2": 99.5, "16": 100.0}), ETA)
-    assert said.startswith(
-        "eta = 2 is the smallest within 1% of the fastest, or not told apart from it, that does not learn worse than eta = 0 "
-        "(p = 0.34, 3 seeds; a fall of 0.0"
-    )
+NEAR = "within 1% of the fastest, or not told apart from it"
+CLIP = {"clip": GOOD, "tis": SAME, "none": BAD}
 
 
-def test_a_fast_value_that_learns_worse_is_not_recommended() -> None:
-    said = conclusion(runs({"0": GOOD, "2": SAME, "16": BAD}, {"0": 50.0, "2": 80.0, "16": 100.0}), ETA)
-    assert said.startswith(
-        "Every eta within 1% of the fastest, or not told apart from it, learns worse than eta = 0 (eta = 16: p < 0.001); "
-    )
-    assert said.endswith("of those that do not, eta = 2 is the fastest (80% of the samples/s of 16).")
-
-
-def test_the_smallest_needs_no_more_when_it_is_as_fast() -> None:
-    assert (
-        conclusion(runs({"0": GOOD, "4": SAME}), ETA)
-        == "eta = 0, the smallest, is within 1% of the fastest, or not told apart from it (eta = 0)."
-    )
-
-
-def test_values_are_ordered_as_numbers_and_infinity_is_one() -> None:
-    said = conclusion(runs({"inf": SAME, "16": SAME, "2": GOOD}, {"inf": 100.0, "16": 99.9, "2": 10.0}), ETA)
-    assert said.startswith(
-        "eta = 16 is the smallest within 1% of the fastest, or not told apart from it, that does not learn worse than eta = 2"
-    )
-
-
-def test_too_few_seeds_are_too_few() -> None:
-    said = conclusion(runs({"0": GOOD[:2], "2": SAME}), ETA)
-    assert said.startswith("Too few seeds to say which eta learns better (2; at least 3)")
-    assert " p = " not in said
-
-
-def test_what_has_no_numbers_is_compared_with_the_best() -> None:
-    said = conclusion(runs({"clip": GOOD, "tis": SAME, "none": BAD}, axis="method"), "method")
-    assert said.startswith("clip ends highest (0.960 (0.935–0.985), 3 seeds); not told apart from it: tis; worse: none (p < 0.001)")
+@pytest.mark.parametrize(
+    ("scores", "speeds", "begins", "ends"),
+    [
+        (
+            {"0": GOOD, "1": SAME, "2": SAME, "16": BAD},
+            {"0": 50.0, "1": 90.0, "2": 99.5, "16": 100.0},
+            f"eta = 2 is the smallest {NEAR}, that does not learn worse than eta = 0 (p = 0.34, 3 seeds; a fall of 0.0",
+            "",
+        ),
+        (
+            {"0": GOOD, "2": SAME, "16": BAD},
+            {"0": 50.0, "2": 80.0, "16": 100.0},
+            f"Every eta {NEAR}, learns worse than eta = 0 (eta = 16: p < 0.001); ",
+            "of those that do not, eta = 2 is the fastest (80% of the samples/s of 16).",
+        ),
+        ({"0": GOOD, "4": SAME}, {}, f"eta = 0, the smallest, is {NEAR} (eta = 0).", ""),
+        (
+            {"inf": SAME, "16": SAME, "2": GOOD},
+            {"inf": 100.0, "16": 99.9, "2": 10.0},
+            f"eta = 16 is the smallest {NEAR}, that does not learn worse than eta = 2",
+            "",
+        ),
+        ({"0": GOOD[:2], "2": SAME}, {}, "Too few seeds to say which eta learns better (2; at least 3)", ""),
+        (CLIP, {}, "clip ends highest (0.960 (0.935–0.985), 3 seeds); not told apart from it: tis; worse: none (p < 0.001)", ""),
+    ],
+)
+def test_the_conclusion_names_the_smallest_value_that_costs_neither_speed_nor_learning(
+    scores: dict[str, list[float]], speeds: dict[str, float], begins: str, ends: str
+) -> None:
+    """Values are ordered as numbers, infinity is one; what has no numbers is compared with the best."""
+    axis = "method" if scores is CLIP else ETA
+    said = conclusion(runs(scores, speeds, axis), axis)
+    assert said.startswith(begins)
+    assert said.endswith(ends)
+    assert not begins.startswith("Too few") or " p = " not in said
 
 
 def test_trials_without_a_score_are_named_and_do_not_count() -> None:

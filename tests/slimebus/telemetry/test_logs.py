@@ -55,6 +55,22 @@ def test_a_day_of_nonsense_is_a_bounded_number_of_lines() -> None:
     assert written <= 86_400 + 3
 
 
+def test_no_peer_breaks_a_line_of_the_log_or_commands_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        logs.set_up("broker")
+        logging.getLogger("broker").warning("message from %s refused", "w\n12:00:00 broker INFO: all is well\x1b]0;title\x07")
+        logging.getLogger("broker").error("its stack:\n%s", "one line\r")
+    finally:
+        root.handlers[:], level = before
+        root.setLevel(level)
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.endswith(r"WARNING: message from w\n12:00:00 broker INFO: all is well\x1b]0;title\x07 refused")
+    assert second.endswith("ERROR: its stack:")
+    assert third == r"one line\r"
+
+
 def test_kinds_that_never_repeat_do_not_grow_the_table() -> None:
     log = Log()
     for i in range(10 * MAX_KINDS):

@@ -1,6 +1,6 @@
 from rich.console import Console
 
-from slimebus.view.result_table import Result, result_table, rows
+from slimebus.view.report import Result, result_table, table_rows
 
 
 def result() -> Result:
@@ -42,16 +42,16 @@ def test_table_gives_each_figure_once() -> None:
 
 
 def test_no_drops_are_said() -> None:
-    assert rows({**result(), "dropped": {}})["trained nothing"] == "none"
+    assert table_rows({**result(), "dropped": {}})["trained nothing"] == "none"
 
 
 def test_what_was_not_measured_has_no_row() -> None:
-    names = rows({key: value for key, value in result().items() if key != "worker_idle"})
+    names = table_rows({key: value for key, value in result().items() if key != "worker_idle"})
     assert "workers idle" not in names
     assert "trainer idle" in names
 
 
 def test_a_reward_outside_of_0_to_1_has_no_interval() -> None:
-    assert rows({"accuracy_before": -0.5, "accuracy_after": 2.0, "heldout_problems": 8})["held-out reward"] == (
+    assert table_rows({"accuracy_before": -0.5, "accuracy_after": 2.0, "heldout_problems": 8})["held-out reward"] == (
         "-0.500 → [bold green]2.000[/] on 8 problems"
     )

@@ -1,10 +1,13 @@
 """Small models whose versions change as training changes them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
+from slimebus.weights.pull.puller import WeightPuller
+from slimebus.weights.store.server import WeightServer
 from slimebus.weights.tensors import TensorLike, Weights, as_tensor
 
 Model = dict[str, TensorLike]
@@ -60,3 +63,9 @@ def after() -> Callable[..., Model]:
 @pytest.fixture
 def check() -> Callable[[Weights, Model], None]:
     return assert_serves
+
+
+@pytest.fixture
+def puller_of(closing: Any) -> Callable[..., WeightPuller]:
+    """A puller of a store, which is served until the test is done."""
+    return lambda store, **how: closing(WeightPuller([closing(WeightServer(store)).endpoint], **how))

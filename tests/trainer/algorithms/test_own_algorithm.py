@@ -128,123 +128,51 @@ def test_the_correction_of_the_document_trains(tmp_path: Path, tied_model: Path,
     assert metrics["loss"] == pytest.approx(0.0, abs=1e-6)
 
 
-ODD = """
-import numpy as np
+IMPORTS = """
+import itertools
+
 import torch
 
 from trainer.algorithms.grpo import Grpo
 from trainer.objective.plugin import Correction, TokenLoss, TokenWeight
 
 
-class WritesAdvantages(Grpo):
-    def advantages(self, batch):
-        batch["reward"][:] = 0
-
-
-class WritesWeights(Grpo):
-    def prepare(self, part):
-        part["loss_weight"] *= 2
-
-
-class NanRate(Grpo):
-    def learning_rate_factor(self, part):
-        return float("nan")
-
-
-class InfiniteRate(Grpo):
-    def learning_rate_factor(self, part):
-        return float("inf")
-
-
-class NegativeRate(Grpo):
-    def learning_rate_factor(self, part):
-        return -1
-
-
-class OtherTokens(Grpo):
-    def prepare(self, part):
-        return {"tokens": np.zeros(part.num_tokens, np.int32), "loss_mask": np.ones(part.num_tokens, np.float32)}
-
-
-class OldAgain(Grpo):
-    def prepare(self, part):
-        return {"old_logprobs": part["rollout_logprobs"]}
-
-
-class OwnLoss(Grpo):
-    def loss(self, row):
-        return TokenLoss(-row.new_logprobs, {"loss": row.advantages, "lag/all/m2": row.advantages})
-
-
-class Detached(Grpo):
-    def loss(self, row):
-        return TokenLoss(-row.new_logprobs.detach())
-
-
-class Turning(Grpo):
-    count = 0
-
-    def loss(self, row):
-        self.count += 1
-        ones = torch.ones_like(row.new_logprobs)
-        measures = {"one": ones, "two": 2 * ones}
-        return TokenLoss(-row.new_logprobs, measures if self.count % 2 else dict(reversed(measures.items())))
-
-
-class Changing(Grpo):
-    count = 0
-
-    def loss(self, row):
-        self.count += 1
-        return TokenLoss(-row.new_logprobs, {f"measure_{self.count}": row.advantages})
-
-
-class Negative(Correction):
+class Odd({base}):
     is_importance_weight = False
 
-    def weight(self, row):
-        return TokenWeight(-torch.ones_like(row.new_logprobs))
-
-
-class Nan(Correction):
-    is_importance_weight = False
-
-    def weight(self, row):
-        return TokenWeight(torch.full_like(row.new_logprobs, float("nan")))
+    {method}
 """
+LOSS = "def loss(self, row, turn=itertools.count()): return TokenLoss"
+ODD = {
+    'def advantages(self, batch): batch["reward"][:] = 0': "assignment destination is read-only; the columns of a batch are those of all",
+    'def prepare(self, part): part["loss_weight"] *= 2': "output array is read-only; the columns of a batch",
+    'def learning_rate_factor(self, part): return float("nan")': "learning_rate_factor is nan; expected a finite number, 0 or above",
+    'def learning_rate_factor(self, part): return float("inf")': "learning_rate_factor is inf; expected",
+    "def learning_rate_factor(self, part): return -1": r"learning_rate_factor is -1\.0; expected",
+    'def prepare(self, part): return {name: part[name] * 0 for name in ("tokens", "loss_mask")}': "columns loss_mask, tokens, which are",
+    'def prepare(self, part): return {"old_logprobs": part["rollout_logprobs"]}': "prepare gave the columns old_logprobs, which are there",
+    f'{LOSS}(-row.new_logprobs, {{"loss": row.advantages, "lag/all/m2": row.advantages}})': "it gave the measures lag/all/m2, loss, ",
+    f"{LOSS}(-row.new_logprobs.detach())": "the loss has no gradient; compute it from row.new_logprobs without detaching them",
+    f'{LOSS}(-row.new_logprobs, {{f"m{{next(turn)}}": row.advantages}})': r"measures of one row are \['m0'\], of another \['m1'\]",
+    "def weight(self, row): return TokenWeight(-torch.ones_like(row.new_logprobs))": "the weight of a trained token is negative or NaN",
+    'def weight(self, row): return TokenWeight(row.new_logprobs * float("nan"))': "negative or NaN; expected 0 or above",
+}
 
 
-def odd_policy(folder: Path, model: Path, name: str) -> Policy:
-    (folder / "odd.py").write_text(ODD)
-    given = {"corrections": [f"odd.py:{name}"]} if name in ("Negative", "Nan") else {"advantage_estimator": f"odd.py:{name}"}
+def odd_policy(folder: Path, model: Path, method: str) -> Policy:
+    is_correction = "weight(self, row)" in method
+    (folder / "odd.py").write_text(IMPORTS.replace("{base}", "Correction" if is_correction else "Grpo").replace("{method}", method))
+    given: dict[str, Any] = {"corrections": ["odd.py:Odd"]} if is_correction else {"advantage_estimator": "odd.py:Odd"}
     config = RunConfig(algorithm=AlgorithmConfig(**given), trainer=TrainerConfig(max_tokens_per_gpu=40, params_dtype="float32"))
     return Policy.build(config, str(model), folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("WritesAdvantages", "assignment destination is read-only; the columns of a batch are those of all plug-ins and ranks"),
-        ("WritesWeights", "output array is read-only; the columns of a batch"),
-        ("NanRate", "learning_rate_factor is nan; expected a finite number, 0 or above"),
-        ("InfiniteRate", "learning_rate_factor is inf; expected"),
-        ("NegativeRate", r"learning_rate_factor is -1\.0; expected"),
-        ("OtherTokens", "prepare gave the columns loss_mask, tokens, which are there already; choose other names"),
-        ("OldAgain", "prepare gave the columns old_logprobs, which are there already"),
-        ("OwnLoss", "it gave the measures lag/all/m2, loss, which are there already; choose other names"),
-        ("Detached", "the loss has no gradient; compute it from row.new_logprobs without detaching them"),
-        ("Changing", r"the measures of one row are \['measure_1'\], of another \['measure_2'\]; expected the same"),
-        ("Negative", "the weight of a trained token is negative or NaN; expected 0 or above"),
-        ("Nan", "the weight of a trained token is negative or NaN; expected 0 or above"),
-    ],
-)
-def test_a_wrong_result_of_a_plug_in_names_it_and_changes_nothing(
-    tmp_path: Path, tied_model: Path, make_batch: Any, name: str, message: str
-) -> None:
-    policy = odd_policy(tmp_path, tied_model, name)
+@pytest.mark.parametrize("method", ODD)
+def test_a_wrong_result_of_a_plug_in_names_it_and_changes_nothing(tmp_path: Path, tied_model: Path, make_batch: Any, method: str) -> None:
+    policy = odd_policy(tmp_path, tied_model, method)
     try:
         before = policy.logprobs(make_batch())
-        with pytest.raises(HookError, match=rf"^{re.escape(str(tmp_path))}/odd\.py:{name}.*{message}"):
+        with pytest.raises(HookError, match=rf"^{re.escape(str(tmp_path))}/odd\.py:Odd.*{ODD[method]}"):
             policy.train(make_batch())
         assert np.array_equal(np.concatenate(before), np.concatenate(policy.logprobs(make_batch())))
     finally:
@@ -252,7 +180,9 @@ def test_a_wrong_result_of_a_plug_in_names_it_and_changes_nothing(
 
 
 def test_measures_are_told_apart_by_name_whatever_their_order(tmp_path: Path, tied_model: Path, make_batch: Any) -> None:
-    policy = odd_policy(tmp_path, tied_model, "Turning")
+    ones = "torch.ones_like(row.loss_mask)"
+    measures = f'dict([("one", {ones}), ("two", 2 * {ones})][:: (-1) ** next(turn)])'
+    policy = odd_policy(tmp_path, tied_model, f"{LOSS}(-row.new_logprobs, {measures})")
     try:
         metrics = policy.train(make_batch())
     finally:

@@ -1,6 +1,7 @@
 """Contradictions between options, layout and model folder are told before any rank starts, Megatron's own refusals among them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,36 +46,20 @@ def problems(folder: Path, megatron: dict, model: dict = DENSE, *, world_size: i
     return megatron_problems(Resolved(config, {}, folder), world_size)
 
 
-SCRIPT = {
-    "swiglu": True,
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "num_attention_heads": 4,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "use_rotary_position_embeddings": True,
-    "disable_bias_linear": True,
-    "normalization": "RMSNorm",
-    "norm_epsilon": 1e-6,
-    "rotary_base": 1000000,
-    "vocab_size": 38,
-    "kv_channels": 16,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "accumulate_allreduce_grads_in_fp32": True,
-    "attention_softmax_in_fp32": True,
-    "attention_backend": "flash",
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "use_distributed_optimizer": True,
-}
+SCRIPT = """
+--swiglu --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+--use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 38
+--kv-channels 16 --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
+--attention-backend flash --overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer
+"""
 """As the script of a Megatron-LM run has them."""
 
 
 def test_the_model_arguments_of_a_script_may_stay(tmp_path: Path) -> None:
-    assert not problems(tmp_path, SCRIPT)
-    assert not problems(tmp_path, SCRIPT, tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2)
+    given = {name: value or True for name, value in re.findall(r"--(\S+)(?: ([^-\s]\S*))?", SCRIPT)}
+    assert len(given) == 22
+    assert not problems(tmp_path, given)
+    assert not problems(tmp_path, given, tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2)
 
 
 def test_all_mistakes_are_found_in_its_own_process_with_their_places(tmp_path: Path) -> None:

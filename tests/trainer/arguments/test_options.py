@@ -9,7 +9,8 @@ from megatron.core.transformer.enums import AttnBackend
 
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.root import root
-from slimebus.config.flags import META, ExternalOption, other_names
+from slimebus.config.convert import other_names
+from slimebus.config.flags import META, ExternalOption
 from slimebus.config.schema import paths
 from trainer.arguments import command_line
 from trainer.arguments.checks import option_table

@@ -145,19 +145,17 @@ def test_it_has_a_learning_rate_of_its_own(tied_model, build_critic):
     assert learn(build_critic(tied_model), [0])[0]["lr"] == 1e-3
 
 
-def test_an_algorithm_without_values_has_no_critic(tied_model, build_critic):
-    with pytest.raises(ConfigError, match="grpo has no critic; a critic needs ppo"):
-        build_critic(tied_model, AlgorithmConfig())
-
-
-def test_a_kl_in_the_rewards_that_the_critic_cannot_see_is_refused(tied_model, build_critic):
-    with pytest.raises(ConfigError, match=r"kl_coef: 0\.1 puts a KL in the rewards"):
-        build_critic(tied_model, replace(PPO, kl_coef=0.1))
-
-
-def test_a_trainer_that_would_not_wait_for_the_values_is_refused(tied_model, build_critic):
-    with pytest.raises(ConfigError, match="required_fields: values is not among them"):
-        build_critic(tied_model, required_fields=[])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"algorithm": AlgorithmConfig()}, "grpo has no critic; a critic needs ppo"),
+        ({"algorithm": replace(PPO, kl_coef=0.1)}, r"kl_coef: 0\.1 puts a KL in the rewards"),
+        ({"required_fields": []}, "required_fields: values is not among them"),
+    ],
+)
+def test_what_a_critic_cannot_learn_from_is_refused(given, message, tied_model, build_critic):
+    with pytest.raises(ConfigError, match=message):
+        build_critic(tied_model, **given)
 
 
 def test_explained_variance_by_hand():

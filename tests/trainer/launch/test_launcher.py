@@ -45,25 +45,26 @@ def ranks_are(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return choose
 
 
-def test_all_end_well(ranks_are: Callable[[str], None]) -> None:
-    ranks_are("")
-    assert Launcher(Plan("", ranks_here=2), [], 0).run() == 0
+ONE = "os.environ['RANK'] == '1' and "
 
 
-def test_one_that_fails_ends_the_others_and_gives_its_code(ranks_are: Callable[[str], None]) -> None:
-    ranks_are("os.environ['RANK'] == '1' and sys.exit(3); time.sleep(60)")
-    assert Launcher(Plan("", ranks_here=2), [], 0).run() == 3
-
-
-def test_one_that_is_killed_gives_1(ranks_are: Callable[[str], None]) -> None:
-    ranks_are("os.environ['RANK'] == '0' and os.kill(os.getpid(), 9); time.sleep(60)")
-    assert Launcher(Plan("", ranks_here=2), [], 0).run() == 1
-
-
-def test_a_failed_set_starts_again_as_often_as_asked(ranks_are: Callable[[str], None], tmp_path: Path) -> None:
-    ranks_are(f"open('{tmp_path}/' + os.environ['RANK'], 'a').write('x'); os.environ['RANK'] == '1' and sys.exit(1); time.sleep(60)")
-    assert Launcher(Plan("", ranks_here=2), [], 2).run() == 1
-    assert (tmp_path / "1").read_text() == "xxx"
+@pytest.mark.parametrize(
+    ("ranks", "code", "max_restarts", "exit_code", "starts"),
+    [
+        pytest.param(2, "0", 0, 0, 1, id="all end well"),
+        pytest.param(2, f"{ONE} sys.exit(3); time.sleep(60)", 0, 3, 1, id="one that fails ends the others and gives its code"),
+        pytest.param(2, f"{ONE} os.kill(os.getpid(), 9); time.sleep(60)", 0, 1, 1, id="one that is killed gives 1"),
+        pytest.param(2, f"{ONE} sys.exit(1); time.sleep(60)", 2, 1, 3, id="a failed set starts again as often as asked"),
+        pytest.param(1, "starts < 2 and sys.exit(1)", 3, 0, 2, id="a set that recovers ends well"),
+        pytest.param(1, "sys.exit(2)", 3, 2, 1, id="a mistake of the user is not tried again"),
+    ],
+)
+def test_ranks_end_together_and_start_again(
+    ranks_are: Callable[[str], None], tmp_path: Path, ranks: int, code: str, max_restarts: int, exit_code: int, starts: int
+) -> None:
+    ranks_are(f"f = open('{tmp_path}/' + os.environ['RANK'], 'a'); f.write('x'); f.close(); starts = os.path.getsize(f.name); {code}")
+    assert Launcher(Plan("", ranks_here=ranks), [], max_restarts).run() == exit_code
+    assert (tmp_path / str(ranks - 1)).read_text() == "x" * starts
 
 
 def test_a_set_that_starts_again_replaces_no_living_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,18 +77,6 @@ def test_a_set_that_starts_again_replaces_no_living_trainer(monkeypatch: pytest.
     monkeypatch.setattr(launcher, "_start", start)
     assert Launcher(Plan("", ranks_here=1), ["trainer", "--take-over", "run.yaml"], 1).run() == 1
     assert started == [["trainer", "--take-over", "run.yaml"], ["trainer", "run.yaml"]]
-
-
-def test_a_set_that_recovers_ends_well(ranks_are: Callable[[str], None], tmp_path: Path) -> None:
-    ranks_are(f"f = open('{tmp_path}/' + os.environ['RANK'], 'a'); f.write('x'); f.close(); os.path.getsize(f.name) < 2 and sys.exit(1)")
-    assert Launcher(Plan("", ranks_here=1), [], 3).run() == 0
-    assert (tmp_path / "0").read_text() == "xx"
-
-
-def test_a_users_mistake_is_not_tried_again(ranks_are: Callable[[str], None], tmp_path: Path) -> None:
-    ranks_are(f"open('{tmp_path}/' + os.environ['RANK'], 'a').write('x'); sys.exit(2)")
-    assert Launcher(Plan("", ranks_here=1), [], 3).run() == 2
-    assert (tmp_path / "0").read_text() == "x"
 
 
 # --- nodes that meet ---

@@ -49,6 +49,7 @@ def test_sampling_that_grpo_cannot_train_on_is_refused_with_the_reason(flags: di
     ("flags", "message"),
     [
         ({"algorithm.advantage_estimator": "grop"}, "algorithm.advantage_estimator: no 'grop' in trainer/algorithms; did you mean 'grpo'?"),
+        ({"algorithm.advantage_estimator": "gae"}, "or your own by import path, file.py:Class. Here: --advantage-estimator ppo"),
         ({"algorithm.corrections": "tiss"}, "algorithm.corrections: no 'tiss' in trainer/corrections; did you mean 'tis'?"),
         ({"algorithm.corrections": "tis,tis"}, "tis is named twice"),
         ({"algorithm.advantage_estimator": "no.such:Thing"}, "cannot import no"),
@@ -59,6 +60,7 @@ def test_sampling_that_grpo_cannot_train_on_is_refused_with_the_reason(flags: di
         ({"algorithm.settings.eps_clip_c": 0.5}, "eps_clip_c: 0.5; the dual clip would bound the loss where the ratio is 1"),
         ({"algorithm.kl_coef": 0.1, "algorithm.kl_loss_coef": 0.1}, "kl_coef: 0.1 puts the KL in the reward"),
         ({"algorithm.kl_coef": 0.1, "algorithm.kl_loss_type": "unbiased"}, "unbiased is a term of the loss"),
+        ({"algorithm.kl_loss_coef": 0.1, "algorithm.kl_loss_type": "k1"}, "the gradient of k1 in the loss has no reference in it and is 0"),
         ({"algorithm.kl_loss_type": "k2"}, "kl_loss_type: k2 of a KL with coefficient 0; set kl_loss_coef or kl_coef, or remove it"),
         ({"algorithm.ref_update_interval": 5}, "algorithm.ref_update_interval: 5, but no reference model is held"),
         ({"algorithm.advantage_estimator": "precomputed", "algorithm.kl_coef": 0.1}, "kl_coef: 0.1 is a part of rewards, and precomputed"),

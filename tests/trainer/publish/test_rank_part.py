@@ -114,16 +114,6 @@ def test_nothing_is_announced_before_the_last_part_is_complete(stages: Stages) -
     assert [told.version for told in stages.broker.told] == [5]
 
 
-def test_each_publisher_has_its_own_tensors_alone(stages: Stages) -> None:
-    model = random_model(1)
-    stages.publish(5, model)
-    stages.publishers[0].wait()
-    for publisher, part in zip(stages.publishers, split(model), strict=True):
-        newest = publisher.store.newest
-        assert newest is not None
-        assert {form.name for form in newest.forms} == part.keys()
-
-
 def test_metrics_are_of_the_whole_model(stages: Stages) -> None:
     model = random_model(1)
     stages.publish(5, model)
@@ -196,17 +186,6 @@ def test_a_broker_that_forgot_the_version_is_told_again_with_all_publishers(stag
     assert len(stages.broker.told) == 1
     stages.coordinator.on_heartbeat("l", 4)
     assert stages.broker.told[0] == stages.broker.told[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_published_does_not_follow_later_updates(stages: Stages, dtype: torch.dtype) -> None:
-    model = random_model(1, dtype)
-    expected = whole({name: tensor.clone() for name, tensor in model.items()}).digest
-    stages.publish(5, model)
-    for tensor in model.values():
-        tensor.zero_()
-    stages.publishers[0].wait()
-    assert stages.broker.told[0].digest == expected
 
 
 def test_files_of_the_timeline_before_stay_until_the_broker_knows_of_the_next(tmp_path: Path) -> None:

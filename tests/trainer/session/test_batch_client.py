@@ -1,6 +1,7 @@
 import itertools
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -28,24 +29,18 @@ def sample(version: int) -> Sample:
 SEVEN = BatchReply(step=7, version=7, max_staleness=2)
 
 
-def test_a_sample_beyond_the_bound_of_its_batch_is_refused() -> None:
-    assert checked_lag(sample(5), SEVEN) == 2
-    with pytest.raises(SlimebusError, match="a sample of version 4 in training of version 7; max_staleness is 2") as caught:
-        checked_lag(sample(4), SEVEN)
+@pytest.mark.parametrize(("made_by", "batch", "lag"), [(5, SEVEN, 2), (0, BatchReply(step=7, version=7), 7), (NO_VERSION, SEVEN, 0)])
+def test_lag_is_within_the_bound_of_the_batch_where_it_has_one_and_demonstrations_have_none(
+    made_by: int, batch: BatchReply, lag: int
+) -> None:
+    assert checked_lag(sample(made_by), batch) == lag
+
+
+@pytest.mark.parametrize("made_by", [4, 8])
+def test_a_sample_beyond_the_bound_of_its_batch_or_from_the_future_is_refused(made_by: int) -> None:
+    with pytest.raises(SlimebusError, match=f"a sample of version {made_by} in training of version 7; max_staleness is 2") as caught:
+        checked_lag(sample(made_by), SEVEN)
     assert caught.value.code == "too_stale"
-
-
-def test_a_batch_chosen_without_a_bound_may_hold_samples_of_any_age() -> None:
-    assert checked_lag(sample(0), BatchReply(step=7, version=7)) == 7
-
-
-def test_a_sample_from_the_future_is_refused() -> None:
-    with pytest.raises(SlimebusError, match="a sample of version 8 in training of version 7"):
-        checked_lag(sample(8), SEVEN)
-
-
-def test_demonstrations_have_no_lag() -> None:
-    assert checked_lag(sample(NO_VERSION), SEVEN) == 0
 
 
 def test_a_failed_sample_is_left_out_by_the_rule_of_the_broker() -> None:
@@ -57,6 +52,20 @@ def test_a_failed_sample_is_left_out_by_the_rule_of_the_broker() -> None:
     demonstration = sample(NO_VERSION)
     demonstration.reward = None
     assert not is_failed(demonstration)
+
+
+ClientOf = Callable[..., BatchClient]
+
+
+@pytest.fixture
+def client_of(closing: Callable[..., Any]) -> ClientOf:
+    """The trainer's side of a broker, closed when the test is done."""
+
+    def make(broker: Any, config: RunConfig | None = None, **options: Any) -> BatchClient:
+        made = BatchClient(broker, config or RunConfig(), 9, build_objective(config or RunConfig()), **options)
+        return closing(made)  # type: ignore[no-any-return]
+
+    return make
 
 
 def taken(batch_client: BatchClient, step: int = 0) -> StepBatch:
@@ -83,22 +92,20 @@ class ForgetfulBroker:
         return Reply(FetchReply(num_frames=[len(frames)]), frames)
 
 
-def test_a_batch_that_lost_a_group_is_asked_for_again_at_a_slowing_pace() -> None:
+def test_a_batch_that_lost_a_group_is_asked_for_again_at_a_slowing_pace(client_of: ClientOf) -> None:
     pauses: list[float] = []
-    batch_client = BatchClient(ForgetfulBroker(gone=10), RunConfig(), 9, build_objective(RunConfig()), sleep=pauses.append)  # type: ignore[arg-type]
+    batch_client = client_of(ForgetfulBroker(gone=10), sleep=pauses.append)
     assert [group.id for group in taken(batch_client).groups] == ["0/1"]
     assert pauses == sorted(pauses)
     assert (len(pauses), pauses[0] > 0, pauses[-1]) == (10, True, LAST_PAUSE_S)
-    batch_client.close()
 
 
-def test_a_batch_that_is_never_whole_ends_the_trainer_with_a_word() -> None:
+def test_a_batch_that_is_never_whole_ends_the_trainer_with_a_word(client_of: ClientOf) -> None:
     broker = ForgetfulBroker(gone=10**9)
-    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()), sleep=lambda _: None)  # type: ignore[arg-type]
+    batch_client = client_of(broker, sleep=lambda _: None)
     with pytest.raises(SlimebusError, match=r"batch of step 0 was chosen 256 times.*0/1 is queued.*buffer verify") as caught:
         batch_client.take(0)
     assert (caught.value.code, broker.num_fetches) == ("not_assigned", MAX_CHOICES)
-    batch_client.close()
 
 
 class RefillingBroker:
@@ -152,9 +159,11 @@ NAN, INF = float("nan"), float("inf")
         (changed(versions=[(NO_VERSION, 1), (8, 2)]), "a sample of version 8 in training of version 7"),
     ],
 )
-def test_a_group_that_cannot_be_trained_is_handed_back_with_the_reason_and_the_refilled_batch_is_taken(bad: Sample, problem: str) -> None:
+def test_a_group_that_cannot_be_trained_is_handed_back_with_the_reason_and_the_refilled_batch_is_taken(
+    client_of: ClientOf, bad: Sample, problem: str
+) -> None:
     broker = RefillingBroker([bad], [sample(6), bad], [sample(6)])
-    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    batch_client = client_of(broker)
     batch = taken(batch_client)
     if "failed" in problem:  # beside a good one a failed sample is left out
         assert ([group.id for group in batch.groups], batch.num_rejected, list(broker.rejected)) == (["g1"], 1, ["g0"])
@@ -162,16 +171,14 @@ def test_a_group_that_cannot_be_trained_is_handed_back_with_the_reason_and_the_r
         assert ([group.id for group in batch.groups], batch.num_rejected, list(broker.rejected)) == (["g2"], 2, ["g0", "g1"])
     assert re.search(problem, broker.rejected["g0"])
     assert "group g0" in broker.rejected["g0"]
-    batch_client.close()
 
 
-def test_a_group_whose_own_advantages_leave_out_the_kl_in_the_reward_is_handed_back() -> None:
+def test_a_group_whose_own_advantages_leave_out_the_kl_in_the_reward_is_handed_back(client_of: ClientOf) -> None:
     own, config = changed(extras={"advantages": np.ones(1, np.float32)}), RunConfig(algorithm=AlgorithmConfig(kl_coef=0.1))
     broker = RefillingBroker([own], [sample(6)])
-    batch_client = BatchClient(broker, config, 9, build_objective(config))  # type: ignore[arg-type]
+    batch_client = client_of(broker, config)
     assert taken(batch_client).num_rejected == 1
     assert "sample 0: it brings its own field 'advantages', but algorithm.kl_coef is a part of rewards" in broker.rejected["g0"]
-    batch_client.close()
 
 
 class PairBroker(RefillingBroker):
@@ -190,54 +197,51 @@ class PairBroker(RefillingBroker):
         return Reply(FetchReply(num_frames=[len(of_group) for of_group in frames]), [frame for of_group in frames for frame in of_group])
 
 
-def test_a_group_without_the_advantages_that_others_of_its_batch_bring_is_handed_back() -> None:
+def test_a_group_without_the_advantages_that_others_of_its_batch_bring_is_handed_back(client_of: ClientOf) -> None:
     own = changed(extras={"advantages": np.ones(1, np.float32)})
     broker = PairBroker([own], [sample(6)], [own])
-    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    batch_client = client_of(broker)
     assert [group.id for group in taken(batch_client).groups] == ["g0", "g2"]
     assert "group g1: 1 of 1 samples bring no field 'advantages', which others of the batch bring" in broker.rejected["g1"]
-    batch_client.close()
 
 
-def test_many_groups_that_cannot_be_trained_are_handed_back_in_requests_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch_client = BatchClient(RefillingBroker([sample(6)]), RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+def test_many_groups_that_cannot_be_trained_are_handed_back_in_requests_that_fit(
+    client_of: ClientOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_client = client_of(RefillingBroker([sample(6)]))
     asked: list[Any] = []
     monkeypatch.setattr(batch_client, "_ask", asked.append)
     assert batch_client._reject(0, {f"group-{i}": "x" * 10_000 for i in range(2048)}) == 100
     assert len(msgspec.msgpack.encode(asked[0])) < 48 << 10
-    batch_client.close()
 
 
-def test_logprobs_of_masked_tokens_and_of_demonstrations_may_be_anything() -> None:
+def test_logprobs_of_masked_tokens_and_of_demonstrations_may_be_anything(client_of: ClientOf) -> None:
     masked, nothing = np.array([NAN, -1, -1], np.float32), np.full(3, NAN, np.float32)
     for logprobs, algorithm in ((masked, "grpo"), (nothing, "sft")):
         config = RunConfig(algorithm=AlgorithmConfig(advantage_estimator=algorithm))
-        batch_client = BatchClient(RefillingBroker([changed(rollout_logprobs=logprobs)]), config, 9, build_objective(config))  # type: ignore[arg-type]
+        batch_client = client_of(RefillingBroker([changed(rollout_logprobs=logprobs)]), config)
         assert taken(batch_client).num_rejected == 0
-        batch_client.close()
 
 
 def test_a_batch_is_waited_for_as_long_as_it_takes_and_the_log_says_for_what(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    client_of: ClientOf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = itertools.count(0.0, 15.0)
     monkeypatch.setattr("trainer.session.batch_client.time.monotonic", lambda: next(clock))
-    batch_client = BatchClient(RefillingBroker(*[None] * 4000, [sample(6)]), RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    batch_client = client_of(RefillingBroker(*[None] * 4000, [sample(6)]))
     with caplog.at_level("INFO", logger="trainer"):
         assert taken(batch_client).groups
     waits = [int(re.search(r"for (\d+) s: waiting for a worker", record.message)[1]) for record in caplog.records]  # type: ignore[index]
     assert waits[:4] == [15, 30, 60, 120]
     assert max(later - earlier for earlier, later in itertools.pairwise(waits)) == 600
     assert waits[-1] > 59000
-    batch_client.close()
 
 
-def test_a_broker_that_is_away_longer_than_any_timeout_is_waited_for() -> None:
+def test_a_broker_that_is_away_longer_than_any_timeout_is_waited_for(client_of: ClientOf) -> None:
     broker = RefillingBroker([sample(6)])
     broker.away = 50
-    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    batch_client = client_of(broker)
     assert taken(batch_client).groups
-    batch_client.close()
 
 
 def prefetching() -> list[threading.Thread]:
@@ -252,9 +256,9 @@ class SilentBroker:
 
 
 @pytest.mark.parametrize("broker", [SilentBroker(), ForgetfulBroker(gone=10**9)], ids=["away", "forgetful"])
-def test_a_trainer_that_leaves_waits_for_no_broker(broker: Any) -> None:
+def test_a_trainer_that_leaves_waits_for_no_broker(client_of: ClientOf, broker: Any) -> None:
     before = prefetching()
-    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))
+    batch_client = client_of(broker)
     assert batch_client.take(0, 0.05) is None
     batch_client.close()
     for thread in set(prefetching()) - set(before):
@@ -262,7 +266,7 @@ def test_a_trainer_that_leaves_waits_for_no_broker(broker: Any) -> None:
         assert not thread.is_alive()
 
 
-def test_a_batch_that_is_not_here_yet_is_none_and_is_taken_later() -> None:
+def test_a_batch_that_is_not_here_yet_is_none_and_is_taken_later(client_of: ClientOf) -> None:
     class SlowBroker(RefillingBroker):
         may_answer = threading.Event()
 
@@ -271,15 +275,14 @@ def test_a_batch_that_is_not_here_yet_is_none_and_is_taken_later() -> None:
             return super().call(message, timeout_s=timeout_s)
 
     broker = SlowBroker([sample(6)])
-    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    batch_client = client_of(broker)
     assert batch_client.take(0, 0.01) is None
     assert batch_client.take(0, 0.01) is None
     broker.may_answer.set()
     assert taken(batch_client).groups
-    batch_client.close()
 
 
-def test_resume_and_commit_wait_for_a_broker_that_is_moved_to_another_machine() -> None:
+def test_resume_and_commit_wait_for_a_broker_that_is_moved_to_another_machine(client_of: ClientOf) -> None:
     class PatientBroker:
         waits = list[float]()
 
@@ -287,8 +290,7 @@ def test_resume_and_commit_wait_for_a_broker_that_is_moved_to_another_machine() 
             self.waits.append(timeout_s)
 
     broker = PatientBroker()
-    batch_client = BatchClient(broker, RunConfig(), 9, build_objective(RunConfig()))  # type: ignore[arg-type]
+    batch_client = client_of(broker)
     batch_client.resume(0, 0, "l", "")
     batch_client.commit(0, checkpoint=0, unused={}, metrics={})
     assert min(broker.waits) >= 600.0
-    batch_client.close()

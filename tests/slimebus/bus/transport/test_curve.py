@@ -1,9 +1,12 @@
 """Real sockets with keys: who is let in, what each may ask for, and what those who are not let in are told."""
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,3 +258,27 @@ def test_connections_beyond_the_bound_are_refused_and_those_inside_still_work(se
         for socket in crowd:
             socket.close()
     assert isinstance(late.call(m.Status(), timeout_s=10).message, m.Ok), "there is room again"
+
+
+def test_connections_that_say_nothing_keep_nobody_out(serve: Any, connect: Any) -> None:
+    server = serve(None, limits=Limits(max_connections=8))
+    address = ("127.0.0.1", int(server.server.endpoint.rpartition(":")[2]))
+    with contextlib.ExitStack() as silent:
+        for _ in range(40):
+            silent.enter_context(socket.create_connection(address))
+        wait_until("the silent ones", lambda: server.server.authenticator.num_connections >= 40)
+        assert connect(server.server.endpoint, None).join("rollout", timeout_s=5)
+        assert server.server.bounds()["max_connections"] == {"limit": 8, "used": 1, "hits": 0}
+
+
+def test_a_connection_takes_its_place_for_as_long_as_it_stands(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, later = serve(None, limits=Limits(max_connections=2)), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0])
+    monkeypatch.setattr("slimebus.bus.transport.authenticator.time", clock)
+    inside = [connect(server.server.endpoint, None, f"c{i}") for i in range(2)]
+    for client in inside:
+        assert isinstance(client.call(m.Status(), timeout_s=5).message, m.Ok)
+    later[0] += 100.0
+    with pytest.raises(Unreachable, match="no room for another connection"):
+        connect(server.server.endpoint, None, "late").call(m.Status(), timeout_s=1.0)
+    assert server.server.bounds()["max_connections"]["used"] == 2

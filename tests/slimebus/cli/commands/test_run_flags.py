@@ -8,25 +8,15 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from command_tree import leaves
 from slimebus_command import slimebus
 
 from slimebus.bus.messages import SetReply
 from slimebus.cli.commands import set as set_command
 from slimebus.cli.root import root
 
-
-def leaves(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:
-    if not isinstance(command, click.Group):
-        yield name, command
-        return
-    for child in command.list_commands(click.Context(command)):
-        found = command.get_command(click.Context(command), child)
-        assert found is not None
-        yield from leaves(found, f"{name} {child}".strip())
-
-
 OF_A_RUN = {
-    name: command
+    name.removeprefix("slimebus "): command
     for name, command in leaves(root)
     if any(isinstance(p, click.Argument) and (p.name == "run_yaml" or "RUN.yaml" in (p.metavar or "")) for p in command.params)
 }

@@ -48,11 +48,29 @@ def test_a_run_that_is_over_says_so_at_once_from_its_file(run_dir: Path) -> None
     assert json.loads(as_json.output)["step"] == 6
 
 
-def test_a_run_that_was_stopped_can_go_on(run_dir: Path) -> None:
-    write(run_dir, "running")
-    done = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine"])
-    assert done.exit_code == EXIT_UNREACHABLE
-    assert "no broker runs; started again with the same run directory it goes on" in done.output
+MINE, AT = ["run.yaml", "--name", "mine"], ["--broker", "tcp://127.0.0.1:1", "--timeout-s", "0.3"]
+NOT_THERE = "no broker listens at tcp://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("state", "words", "code", "said", "told"),
+    [
+        ("running", MINE, EXIT_UNREACHABLE, "no broker runs; started again with the same run directory it goes on. Its last status", ""),
+        ("finished", [*MINE, *AT], 0, "the run is over. Its last status", NOT_THERE),
+        ("finished", ["--run-dir", "runs/mine", *AT], EXIT_UNREACHABLE, "", NOT_THERE),  # the run at an address may be another
+        ("finished", ["--name", "theirs", "--run-dir", "runs/mine", *AT], EXIT_UNREACHABLE, "", NOT_THERE),
+        ("", [*MINE, "--timeout-s", "0.2"], EXIT_UNREACHABLE, "", NOT_THERE),  # a file of something else
+    ],
+)
+def test_the_file_of_a_broker_that_ended_stands_for_the_run_that_was_named(
+    run_dir: Path, state: str, words: list[str], code: int, said: str, told: str
+) -> None:
+    write(run_dir, state)
+    if not state:
+        (run_dir / "status.json").write_text('{"state": "finished", "result": 1}')
+    done = CliRunner().invoke(root, ["status", *words])
+    assert (done.exit_code, done.stdout.startswith(said), bool(done.stdout)) == (code, True, bool(said))
+    assert told in done.stderr
 
 
 def test_a_file_of_an_earlier_broker_does_not_stand_for_one_that_listens(run_dir: Path) -> None:
@@ -118,22 +136,6 @@ def test_the_file_of_an_earlier_start_of_the_run_does_not_replace_what_is_known(
     for step in (7, 7, 9, 3, 3):
         run.poll()
         assert (run.status["step"], run.is_over) == (step, False)
-
-
-def test_a_run_that_is_over_says_so_whatever_address_is_given(run_dir: Path) -> None:
-    write(run_dir, "finished")
-    words = ["status", "run.yaml", "--name", "mine", "--broker", "tcp://127.0.0.1:1", "--timeout-s", "0.3"]
-    done = CliRunner().invoke(root, words)
-    assert done.exit_code == 0
-    assert "no broker listens at tcp://127.0.0.1:1" in done.stderr
-    assert done.stdout.startswith("the run is over. Its last status")
-
-
-@pytest.mark.parametrize("words", [["--run-dir", "runs/mine"], ["--name", "theirs", "--run-dir", "runs/mine"]])
-def test_the_file_of_a_run_that_was_not_named_says_nothing_of_the_one_at_an_address(run_dir: Path, words: list[str]) -> None:
-    write(run_dir, "finished")
-    done = CliRunner().invoke(root, ["status", *words, "--broker", "tcp://127.0.0.1:1", "--timeout-s", "0.3"])
-    assert (done.exit_code, done.stdout) == (EXIT_UNREACHABLE, "")
 
 
 # --- where the broker is ---
@@ -246,21 +248,3 @@ def test_a_broker_of_another_run_does_not_stand_for_the_one_that_is_over(run_dir
     refused = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine"])
     assert isinstance(refused.exception, SlimebusError)
     assert exit_code(refused.exception) == 2
-
-
-def test_a_status_file_of_something_else_is_no_status(run_dir: Path) -> None:
-    (run_dir / "status.json").write_text('{"state": "finished", "result": 1}')
-    done = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine", "--timeout-s", "0.2"])
-    assert (done.exit_code, "no broker listens at tcp://127.0.0.1:1" in done.stderr) == (EXIT_UNREACHABLE, True)
-
-
-def test_a_watched_run_keeps_its_steps_when_its_broker_is_started_again(run_dir: Path, answers: list[Any]) -> None:
-    row = WHOLE["steps"][0]
-    answers += [{**WHOLE, "steps": [row | {"step": step} for step in (1, 2)]}, {**WHOLE, "steps": []}]
-    answers += [{**WHOLE, "step": 4, "steps": [row | {"step": 3}]}, {**WHOLE, "step": 4, "lineage": "another", "steps": []}]
-    run = run_status.RunStatus(resolve(None, {"run_dir": str(run_dir), "name": "mine"}, {}), None, what="status", timeout_s=1.0)
-    seen = []
-    for _ in range(4):
-        run.poll()
-        seen.append([one["step"] for one in run.status["steps"]])
-    assert seen == [[1, 2], [1, 2], [1, 2, 3], []]

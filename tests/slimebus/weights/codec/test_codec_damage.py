@@ -15,9 +15,9 @@ from slimebus.bus.errors import WeightsError
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.codec.kernel import Kernel, load_kernel
 
-FUZZER = Path(__file__).with_name("fuzz_codec.py")
 KERNEL = Path(delta_codec.__file__).with_name("kernel.c")
 ROOT = Path(__file__).parents[4]
+FUZZER = ROOT / "tests" / "fixtures" / "fuzz_codec.py"
 
 
 def fuzz(*words: str, **environment: str) -> str:

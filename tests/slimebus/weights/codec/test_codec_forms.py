@@ -1,6 +1,7 @@
 """Every dtype, shape, size and memory layout comes back bit for bit, by every kernel with the same bytes."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -170,24 +171,16 @@ def test_a_merge_of_nothing_is_refused() -> None:
         delta_codec.merge([], 5)
 
 
-def odd_address(values: np.ndarray) -> np.ndarray:
-    return np.frombuffer(bytearray(b"." + values.tobytes()), np.uint8)[1:].view(np.uint16)
-
-
-def strided(values: np.ndarray) -> np.ndarray:
-    return np.repeat(values, 3)[::3]
-
-
-def backwards(values: np.ndarray) -> np.ndarray:
-    return values[::-1].copy()[::-1]
-
-
-def big_endian(values: np.ndarray) -> np.ndarray:
-    return values.astype(">u2")
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "odd address": lambda values: np.frombuffer(bytearray(b"." + values.tobytes()), np.uint8)[1:].view(np.uint16),
+    "strided": lambda values: np.repeat(values, 3)[::3],
+    "backwards": lambda values: values[::-1].copy()[::-1],
+    "big endian": lambda values: values.astype(">u2"),
+}
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("layout", [odd_address, strided, backwards, big_endian])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_any_memory_layout_gives_the_same_bytes_and_only_a_plain_one_is_written_to(kernel: Kernel, layout: Any) -> None:
     rng = np.random.default_rng(9)
     base = rng.integers(0, 65536, 5001).astype(np.uint16)

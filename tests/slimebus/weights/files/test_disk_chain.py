@@ -25,6 +25,10 @@ class Trainer:
         self.store, self.chain = VersionStore(keep=KEEP, lineage=lineage), DiskChain(root, lineage, keep=KEEP, patience_s=0)
         self.next, self.after, self.models = model, after, []
 
+    def successor(self, model: Any = None) -> "Trainer":
+        """Another trainer of the run."""
+        return Trainer(self.chain.folder.parent, self.models[0] if model is None else model, self.after, "M")
+
     def publish(self, count: int = 1) -> None:
         for _ in range(count):
             self.store.publish(self.next)
@@ -44,6 +48,19 @@ class Trainer:
 @pytest.fixture
 def trainer(tmp_path: Path, model: Any, after: Any) -> Trainer:
     return Trainer(tmp_path, model, after)
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, failures: list[OSError]) -> list[OSError]:
+    """Calls of this function raise these, the last one first, for as long as there are any."""
+    original = getattr(place, name)
+
+    def call(*given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return original(*given)
+
+    monkeypatch.setattr(place, name, call)
+    return failures
 
 
 def test_readers_near_and_far_behind_get_the_newest_version(trainer: Trainer, check: Any) -> None:
@@ -71,7 +88,7 @@ def test_what_a_reader_has_stays_as_it_is_while_it_reads_several_versions(traine
     newer = puller.pull(have, 1.0)
     check(newer, trainer.models[-1])
     check(have, trainer.models[1])
-    other = Trainer(trainer.chain.folder.parent, trainer.models[1], trainer.after, "M")
+    other = trainer.successor(trainer.models[1])
     other.models = [trainer.models[1]] * 2
     other.publish(3)
     check(DiskPuller(other.chain.folder).pull(have, 1.0), other.models[-1])
@@ -84,15 +101,6 @@ def test_what_no_reader_needs_is_deleted(trainer: Trainer) -> None:
     assert len(trainer.files(".delta")) <= 2 * KEEP
     oldest = trainer.files(".delta")[0]
     assert oldest <= trainer.files(".full")[0] + 1
-
-
-def test_a_version_is_seen_only_when_all_of_it_is_there(trainer: Trainer, check: Any) -> None:
-    trainer.publish(2)
-    latest = trainer.chain.folder / "latest.json"
-    before = latest.read_bytes()
-    trainer.publish()
-    latest.write_bytes(before)
-    check(DiskPuller(trainer.chain.folder).pull(None, 1.0), trainer.models[1])
 
 
 def test_publishing_again_after_a_failure_changes_nothing(trainer: Trainer, check: Any) -> None:
@@ -121,12 +129,10 @@ def test_a_damaged_delta_is_gone_around_by_a_full_copy_and_a_damaged_chain_is_an
         DiskPuller(trainer.chain.folder).pull(None, 0.1)
 
 
-def test_a_new_lineage_has_a_folder_of_its_own_and_takes_the_old_ones_place(
-    trainer: Trainer, tmp_path: Path, model: Any, after: Any, check: Any
-) -> None:
+def test_a_new_lineage_has_a_folder_of_its_own_and_takes_the_old_ones_place(trainer: Trainer, check: Any) -> None:
     trainer.publish(3)
     have = DiskPuller(trainer.chain.folder).pull(None, 1.0)
-    restarted = Trainer(tmp_path, trainer.models[1], after, "M")
+    restarted = trainer.successor(trainer.models[1])
     restarted.publish()
     new = DiskPuller(restarted.chain.folder).pull(have, 1.0)
     check(new, trainer.models[1])
@@ -220,15 +226,7 @@ def test_a_mount_that_fails_for_a_while_is_an_error_of_the_pull_or_none_at_all(
     trainer: Trainer, check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer.publish()
-    failures = [OSError(116, "Stale file handle"), PermissionError(13, "Permission denied")]
-    read = delta_file.read
-
-    def unlucky(path: Path) -> Any:
-        if failures:
-            raise failures.pop()
-        return read(path)
-
-    monkeypatch.setattr(delta_file, "read", unlucky)
+    failures = fail(monkeypatch, delta_file, "read", [OSError(116, "Stale file handle"), PermissionError(13, "Permission denied")])
     check(DiskPuller(trainer.chain.folder).pull(None, 10.0), trainer.models[0])
     failures += [OSError(5, "Input/output error")] * 50
     with pytest.raises(WeightsError, match="Input/output error"):
@@ -236,7 +234,7 @@ def test_a_mount_that_fails_for_a_while_is_an_error_of_the_pull_or_none_at_all(
 
 
 def test_files_that_a_killed_writer_left_are_read_by_nobody_and_deleted_by_its_successor(
-    trainer: Trainer, tmp_path: Path, model: Any, after: Any, check: Any
+    trainer: Trainer, tmp_path: Path, check: Any
 ) -> None:
     trainer.publish(2)
     folder = trainer.chain.folder
@@ -249,7 +247,7 @@ def test_files_that_a_killed_writer_left_are_read_by_nobody_and_deleted_by_its_s
     kept.mkdir()
     (kept / "mine.full").write_text("not of a chain")
     check(DiskPuller(folder).pull(None, 1.0), trainer.models[1])
-    Trainer(tmp_path, model, after, "M").publish()
+    trainer.successor().publish()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["M", "notes"]
 
 
@@ -287,18 +285,16 @@ def test_a_trainer_killed_at_any_step_of_a_publish_leaves_a_whole_version(
             got = DiskPuller(trainer.chain.folder).pull(base, 0.1)
             assert got.version in (KEEP - 1, KEEP)
             check(got, models[got.version])
-        Trainer(tmp_path / f"{step}", model, after, "M").publish()
+        trainer.successor().publish()
         assert [path.name for path in (tmp_path / f"{step}").iterdir()] == ["M"]
         if steps_left[0] > 0:
             break
     assert step > 12
 
 
-def test_a_trainer_that_was_replaced_cannot_delete_its_successors_versions(
-    trainer: Trainer, tmp_path: Path, model: Any, after: Any
-) -> None:
+def test_a_trainer_that_was_replaced_cannot_delete_its_successors_versions(trainer: Trainer) -> None:
     trainer.publish()
-    successor = Trainer(tmp_path, model, after, "M")
+    successor = trainer.successor()
     successor.publish()
     with pytest.raises(WeightsError, match=r"was not written.*another trainer of this run"):
         trainer.publish()
@@ -317,14 +313,7 @@ def test_a_full_disk_leaves_the_version_before_and_the_retry_succeeds(
     trainer: Trainer, check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer.publish()
-    replace, failing = os.replace, [True]
-
-    def full(source: Any, target: Any) -> None:
-        if failing:
-            raise OSError(28, "No space left on device")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", full)
+    failing = fail(monkeypatch, os, "replace", [OSError(28, "No space left on device")] * 9)
     with pytest.raises(WeightsError, match="No space left"):
         trainer.publish()
     assert not list(trainer.chain.folder.glob(".*")), "what was cut short is not left behind"
@@ -338,14 +327,7 @@ def test_a_directory_that_cannot_be_reached_for_a_while_is_written_to_later(
     trainer: Trainer, tmp_path: Path, check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer.chain = DiskChain(tmp_path, "L")
-    replace, failures = os.replace, [OSError(5, "Input/output error"), OSError(28, "No space left on device")]
-
-    def unlucky(source: Any, target: Any) -> None:
-        if failures:
-            raise failures.pop()
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", unlucky)
+    failures = fail(monkeypatch, os, "replace", [OSError(5, "Input/output error"), OSError(28, "No space left on device")])
     trainer.publish()
     failures += [OSError(5, "Input/output error")]
     trainer.publish()

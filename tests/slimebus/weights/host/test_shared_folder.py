@@ -7,8 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from slimebus.weights.host import shared_folder
 from slimebus.weights.host.safetensors_file import as_weights, read_model
 from slimebus.weights.host.shared_folder import SharedFolder, remove_stale_files
 from slimebus.weights.host.tensor_file import file_name
-from slimebus.weights.tensors import TensorForm, Weights, as_tensor, hash_bytes
+from slimebus.weights.tensors import Weights, as_tensor, hash_bytes
 
 
 @pytest.fixture
@@ -31,19 +31,18 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[SharedFolder]:
-    made = SharedFolder(tmp_path)
-    yield made
-    made.close()
+def folder(tmp_path: Path, closing: Any) -> SharedFolder:
+    return closing(SharedFolder(tmp_path))
+
+
+@pytest.fixture
+def neighbour(tmp_path: Path, closing: Any) -> SharedFolder:
+    return closing(SharedFolder(tmp_path))
 
 
 def weights(version: int = 0, **values: list[int]) -> Weights:
     tensors = {name: as_tensor(name, np.array(content, np.uint16)) for name, content in values.items()}
     return as_weights(tensors, lineage="one", version=version)
-
-
-def forms(of: Weights) -> list[TensorForm]:
-    return of.forms
 
 
 def names(path: Path) -> set[str]:
@@ -128,16 +127,14 @@ def test_who_reads_a_version_reads_it_for_as_long_as_they_like(folder: SharedFol
         assert content() == [1] * LARGE
 
 
-def test_memory_that_neighbours_shared_is_used_again_by_whoever_pulls(folder: SharedFolder, tmp_path: Path, model: Path) -> None:
-    neighbour = SharedFolder(tmp_path)
+def test_memory_that_neighbours_shared_is_used_again_by_whoever_pulls(folder: SharedFolder, neighbour: SharedFolder, model: Path) -> None:
     _, first = serve(folder, large(1), model)
-    assert all(is_neighbours for _, _, is_neighbours in neighbour.find(forms(large(1))))
+    assert all(is_neighbours for _, _, is_neighbours in neighbour.find(large(1).forms))
     serve(folder, large(2), model)
     serve(neighbour, large(1), model)
-    list(neighbour.find(forms(large(2))))
+    list(neighbour.find(large(2).forms))
     serve(neighbour, large(2), model)
     assert serve(folder, large(3), model)[1] == first
-    neighbour.close()
 
 
 def test_spare_memory_goes_when_there_is_no_other(folder: SharedFolder, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +150,7 @@ def test_spare_memory_goes_when_there_is_no_other(folder: SharedFolder, model: P
         fallocate(descriptor, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", full_at_first)
-    folder.allocate(forms(weights(b=[1] * LARGE))[0])
+    folder.allocate(weights(b=[1] * LARGE).forms[0])
     assert not names(folder.path / "reusable")
 
 
@@ -171,30 +168,26 @@ def test_nothing_writes_to_a_kept_tensor(folder: SharedFolder) -> None:
 
 
 def test_what_is_not_kept_leaves_no_file(folder: SharedFolder) -> None:
-    folder.allocate(forms(weights(a=[1]))[0])
+    folder.allocate(weights(a=[1]).forms[0])
     folder.discard_unfinished()
     assert not names(folder.path / "unfinished")
     assert not names(folder.path / "tensors")
 
 
-def test_an_unfinished_tensor_is_not_found(folder: SharedFolder, tmp_path: Path) -> None:
-    wanted = forms(weights(a=[1]))
+def test_an_unfinished_tensor_is_not_found(folder: SharedFolder, neighbour: SharedFolder) -> None:
+    wanted = weights(a=[1]).forms
     folder.allocate(wanted[0])
-    neighbour = SharedFolder(tmp_path)
     assert not list(neighbour.find(wanted))
-    neighbour.close()
 
 
-def test_a_neighbours_tensor_is_linked_not_copied_and_outlives_it(folder: SharedFolder, tmp_path: Path, model: Path) -> None:
+def test_a_neighbours_tensor_is_linked_not_copied_and_outlives_it(folder: SharedFolder, neighbour: SharedFolder, model: Path) -> None:
     had = folder.make_version(folder.place_in_memory(weights(a=[1, 2])), model)
-    neighbour = SharedFolder(tmp_path)
-    [(form, buffer, is_from_neighbour)] = neighbour.find(forms(weights(a=[1, 2])))
+    [(form, buffer, is_from_neighbour)] = neighbour.find(weights(a=[1, 2]).forms)
     assert (form.name, buffer.view(np.uint16).tolist(), is_from_neighbour) == ("a", [1, 2], True)
     assert had.tensors["a"].file.samefile(neighbour.path / "tensors" / file_name(form))
     folder.close()
-    [(_, again, is_from_neighbour)] = neighbour.find(forms(weights(a=[1, 2])))
+    [(_, again, is_from_neighbour)] = neighbour.find(weights(a=[1, 2]).forms)
     assert (again.view(np.uint16).tolist(), is_from_neighbour) == ([1, 2], False)
-    neighbour.close()
 
 
 def flip(content: bytes) -> bytes:
@@ -212,31 +205,26 @@ def flip(content: bytes) -> bytes:
         lambda content: b"\xff" * 8 + content[8:],
     ],
 )
-def test_a_neighbours_damaged_file_is_not_taken(folder: SharedFolder, tmp_path: Path, damage) -> None:
+def test_a_neighbours_damaged_file_is_not_taken(folder: SharedFolder, neighbour: SharedFolder, damage) -> None:
     folder.place_in_memory(weights(a=[1, 2]))
     [file] = (folder.path / "tensors").iterdir()
     content = file.read_bytes()
     file.chmod(0o600)
     file.write_bytes(damage(content))
-    neighbour = SharedFolder(tmp_path)
-    assert not list(neighbour.find(forms(weights(a=[1, 2]))))
+    assert not list(neighbour.find(weights(a=[1, 2]).forms))
     assert not names(neighbour.path / "tensors")
     assert not names(neighbour.path / "unfinished")
-    neighbour.close()
 
 
-def test_a_link_or_a_pipe_in_a_neighbours_folder_is_not_taken(folder: SharedFolder, tmp_path: Path) -> None:
-    form = forms(weights(a=[1, 2]))[0]
-    elsewhere = SharedFolder(tmp_path / "model" if (tmp_path / "model").is_dir() else tmp_path)
-    elsewhere.place_in_memory(weights(a=[1, 2]))
-    file = elsewhere.path / "tensors" / file_name(form)
-    moved = file.rename(tmp_path / "somewhere")
-    os.symlink(moved, folder.path / "tensors" / file_name(form))
-    os.mkfifo(file)
-    neighbour = SharedFolder(tmp_path)
+def test_a_link_or_a_pipe_in_a_neighbours_folder_is_not_taken(folder: SharedFolder, neighbour: SharedFolder, tmp_path: Path) -> None:
+    folder.place_in_memory(weights(a=[1, 2]))
+    [form] = weights(a=[1, 2]).forms
+    file = folder.path / "tensors" / file_name(form)
+    os.symlink(file.rename(tmp_path / "somewhere"), file)
     assert not list(neighbour.find([form]))
-    neighbour.close()
-    elsewhere.close()
+    file.unlink()
+    os.mkfifo(file)
+    assert not list(neighbour.find([form]))
 
 
 def test_the_folder_of_a_killed_worker_is_freed_by_the_next_and_a_living_ones_is_not(folder: SharedFolder, tmp_path: Path) -> None:

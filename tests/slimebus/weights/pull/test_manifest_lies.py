@@ -1,7 +1,6 @@
 """Manifests that lie, in files and over the wire: an error that names what is wrong, no file elsewhere, no memory for what is claimed."""
 
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
+from changed_store import changed
 from delta_files import between
 
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.files import delta_file
 from slimebus.weights.host.safetensors_file import as_weights
 from slimebus.weights.messages import Manifest
-from slimebus.weights.pull.puller import WeightPuller
-from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import as_tensor, hash_bytes
 
@@ -106,33 +104,16 @@ def test_names_are_no_paths(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["inside", "x.delta"]
 
 
-class Lying:
-    """A store whose manifests say something else."""
-
-    def __init__(self, lie: dict[str, Any]) -> None:
-        self._store, self._lie = VersionStore(lineage="L"), lie
-        self._store.publish({"w": VALUES})
-        self.read = self._store.read
-
-    def manifest(self, lineage: str, version: int, want: int = -1) -> Any:
-        """What is encoded as it stands; the server asks it for no more than these."""
-        return msgspec.structs.replace(Manifest("L", 0, "", []), **{"base": -1} | lying(self._lie))
-
-
-@pytest.fixture
-def pulled_from(request: pytest.FixtureRequest) -> Iterator[WeightPuller]:
-    server = WeightServer(Lying(request.param))
-    puller = WeightPuller([server.endpoint], stall_s=0.2)
-    yield puller
-    puller.close()
-    server.close()
-
-
-@pytest.mark.parametrize("pulled_from", LIES.values(), ids=LIES, indirect=True)
-def test_a_publisher_whose_manifest_lies_is_not_believed(pulled_from: WeightPuller) -> None:
+@pytest.mark.parametrize("lie", ["an enormous shape", "another digest", "another lineage than a name", "a payload of what has none"])
+def test_a_publisher_whose_manifest_lies_is_not_believed(lie: str, puller_of: Any) -> None:
+    """The check is the one of a file; here its manifest comes over the wire."""
+    store = VersionStore(lineage="L")
+    store.publish({"w": VALUES})
+    wrong = msgspec.structs.replace(Manifest("L", 0, "", []), **{"base": -1} | lying(LIES[lie]))
+    puller = puller_of(changed(store, lambda manifest: wrong), stall_s=0.2)
     tracemalloc.start()
     with pytest.raises(WeightsError):
-        pulled_from.pull(deadline_s=0.7)
+        puller.pull(deadline_s=0.7)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16 << 20

@@ -1,17 +1,19 @@
 """Pulls over real sockets end with a verified version or with an error, whatever happens on the way."""
 
+import itertools
 import threading
 import time
 
 import numpy as np
 import pytest
 import zmq
+from changed_store import changed
 
 from slimebus.bus import envelope
 from slimebus.bus.errors import WeightsError
 from slimebus.bus.messages import Ok
 from slimebus.weights.codec import delta_codec
-from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, Manifest, ManifestRequest, Piece
+from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, ManifestRequest, Piece
 from slimebus.weights.pull import puller as puller_module
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.server import WeightServer
@@ -26,27 +28,13 @@ def store(model):
     return store
 
 
-class Fault:
-    """A store that misbehaves: `on_read` sees every read and may raise, wait or return other bytes."""
-
-    def __init__(self, store, on_read=lambda reads, name, base, payload: payload, on_manifest=lambda manifest: manifest):
-        self.store, self.on_read, self.on_manifest, self.reads = store, on_read, on_manifest, 0
-
-    def manifest(self, lineage, version, want=-1):
-        return self.on_manifest(self.store.manifest(lineage, version, want))
-
-    def read(self, lineage, version, name, base):
-        self.reads += 1
-        return self.on_read(self.reads, name, base, self.store.read(lineage, version, name, base))
-
-
 @pytest.mark.parametrize("threads", [1, 4])
-def test_the_units_of_a_large_tensor_are_verified_by_any_number_of_threads(after, model, check, closing, monkeypatch, threads):
+def test_the_units_of_a_large_tensor_are_verified_by_any_number_of_threads(after, model, check, monkeypatch, threads, puller_of):
     monkeypatch.setattr(delta_codec, "UNIT_VALUES", 1000)
     monkeypatch.setattr(puller_module, "MIN_POOLED_BYTES", 1)
     store = VersionStore()
     store.publish(model)
-    puller = closing(WeightPuller([closing(WeightServer(store)).endpoint], threads=threads))
+    puller = puller_of(store, threads=threads)
     first = puller.pull()
     newer = after(model, 1)
     store.publish(newer)
@@ -55,9 +43,8 @@ def test_the_units_of_a_large_tensor_are_verified_by_any_number_of_threads(after
     assert puller.counts["delta_tensors"] > 0
 
 
-def test_the_stages_are_of_the_last_pull_and_lie_within_its_time(store, model, after, closing):
-    server = closing(WeightServer(store))
-    puller = closing(WeightPuller([server.endpoint]))
+def test_the_stages_are_of_the_last_pull_and_lie_within_its_time(store, model, after, puller_of):
+    puller = puller_of(store)
     first = puller.pull()
     store.publish(after(model, 1))
     started = time.perf_counter()
@@ -67,9 +54,8 @@ def test_the_stages_are_of_the_last_pull_and_lie_within_its_time(store, model, a
     assert 0 < sum(stages.values()) < took_s
 
 
-def test_first_all_then_only_what_changed(store, model, after, check, closing):
-    server = closing(WeightServer(store))
-    puller = closing(WeightPuller([server.endpoint]))
+def test_first_all_then_only_what_changed(store, model, after, check, puller_of):
+    puller = puller_of(store)
     first = puller.pull()
     check(first, model)
     assert (first.lineage, first.version, first.digest) == (store.lineage, 0, store.newest.digest)
@@ -85,9 +71,8 @@ def test_first_all_then_only_what_changed(store, model, after, check, closing):
     assert second.tensors["fixed"].buffer is first.tensors["fixed"].buffer
 
 
-def test_a_worker_far_behind_gets_one_merged_delta_and_further_behind_a_full_copy(store, model, after, check, closing):
-    server = closing(WeightServer(store))
-    puller = closing(WeightPuller([server.endpoint]))
+def test_a_worker_far_behind_gets_one_merged_delta_and_further_behind_a_full_copy(store, model, after, check, puller_of):
+    puller = puller_of(store)
     weights = puller.pull()
     for behind in (4, 6):
         for seed in range(behind):
@@ -99,48 +84,19 @@ def test_a_worker_far_behind_gets_one_merged_delta_and_further_behind_a_full_cop
         assert (puller.counts["delta_tensors"] > 0) == (behind <= store.keep)
 
 
-def test_parts_of_a_model_come_from_their_publishers_and_must_be_of_one_version(model, after, check, closing):
-    names = list(model)
-    parts = [VersionStore(lineage="l") for _ in range(3)]
-    split = [names[0::3], names[1::3], names[2::3]]
-
-    def publish(values, only=range(3)):
-        for i in only:
-            parts[i].publish({name: values[name] for name in split[i]})
-
-    publish(model)
-    servers = [closing(WeightServer(part)) for part in parts]
-    puller = closing(WeightPuller([server.endpoint for server in servers]))
-    weights = puller.pull()
-    check(weights, model)
-    assert weights.digest == VersionStore().publish(model).digest
-    newer = after(model, 1)
-    publish(newer, only=[0, 1])
-    assert puller.pull(weights, deadline_s=10) is weights, "the newest that all have"
-    fresh = closing(WeightPuller([server.endpoint for server in servers]))
-    with pytest.raises(WeightsError, match=f"different versions: {servers[0].endpoint} at 1 of l, .*, {servers[2].endpoint} at 0 of l"):
-        fresh.pull(deadline_s=0.3)
-    publish(newer, only=[2])
-    check(puller.pull(weights, deadline_s=10), newer)
-    before = fresh.counts["received_bytes"]
-    check(fresh.pull(deadline_s=10), newer)
-    assert fresh.counts["received_bytes"] - before < parts[2].newest.total_bytes, "what the others had was kept"
-
-
 def test_a_server_that_dies_in_the_middle_of_a_tensor_is_resumed(model, check, closing):
     big = {**model, "big": np.random.default_rng(0).integers(0, 65536, 3_000_000).astype(np.uint16)}
     store = VersionStore()
     store.publish(big)
-    died = threading.Event()
+    died, reads = threading.Event(), itertools.count()
 
-    class Dying(Fault):
-        def read(self, *asked):
-            if self.reads >= 4 and not died.is_set():
-                server._closing.set()  # the loop ends without an answer, as when the process is killed
-                died.set()
-            return super().read(*asked)
+    def die(name, base, payload):
+        if next(reads) == 4:
+            server._closing.set()  # the loop ends without an answer, as when the process is killed
+            died.set()
+        return payload
 
-    server = closing(WeightServer(Dying(store)))
+    server = closing(WeightServer(changed(store, read=die)))
     puller = closing(WeightPuller([server.endpoint], credits=2, stall_s=0.3))
     pulled = []
     thread = threading.Thread(target=lambda: pulled.append(puller.pull(deadline_s=20)))
@@ -153,22 +109,21 @@ def test_a_server_that_dies_in_the_middle_of_a_tensor_is_resumed(model, check, c
     assert puller.counts["received_bytes"] < pulled[0].size_bytes + 4 * (1 << 20)
 
 
-def test_a_full_pull_ends_although_versions_rush_by(model, after, check, closing):
+def test_a_full_pull_ends_although_versions_rush_by(model, after, check, puller_of):
     """What is verified is kept and stepped on, so each round has less to fetch."""
     store = VersionStore(keep=50)
     wide = {**model, **{f"layer{i}": np.full(20_000, i, np.uint16) for i in range(12)}}
-    versions = [wide]
+    versions, reads = [wide], itertools.count(1)
     store.publish(wide)
 
-    def publish_often(reads, name, base, payload):
-        if base == NO_BASE and reads % 3 == 0 and len(versions) < 40:
+    def publish_often(name, base, payload):
+        if base == NO_BASE and next(reads) % 3 == 0 and len(versions) < 40:
             newer = {n: (v + 1).astype(np.uint16) if n.startswith("layer") else v for n, v in versions[-1].items()}
             versions.append(newer)
             store.publish(newer)
         return payload
 
-    server = closing(WeightServer(Fault(store, publish_often)))
-    puller = closing(WeightPuller([server.endpoint], chunk_bytes=40_000, credits=1))
+    puller = puller_of(changed(store, read=publish_often), chunk_bytes=40_000, credits=1)
     weights = puller.pull(deadline_s=30)
     check(weights, versions[weights.version])
     assert puller.counts["rounds"] >= 3
@@ -176,18 +131,17 @@ def test_a_full_pull_ends_although_versions_rush_by(model, after, check, closing
     assert puller.counts["delta_tensors"] > 0
 
 
-def test_wrong_bytes_are_pulled_whole_and_then_refused(store, model, after, check, closing):
+def test_wrong_bytes_are_pulled_whole_and_then_refused(store, model, after, check, puller_of):
     newer = after(model, 1)
     wrong = {"times": 1}
 
-    def damage(reads, name, base, payload):
+    def damage(name, base, payload):
         if name == "embed" and wrong["times"] > 0:
             wrong["times"] -= 1
             return memoryview(bytes(len(payload)))
         return payload
 
-    server = closing(WeightServer(Fault(store, damage)))
-    puller = closing(WeightPuller([server.endpoint]))
+    puller = puller_of(changed(store, read=damage))
     with_one = puller.pull()
     check(with_one, model)
     assert puller.counts["wrong_bytes"] == 1
@@ -203,9 +157,8 @@ def test_wrong_bytes_are_pulled_whole_and_then_refused(store, model, after, chec
     check(with_two, newer)
 
 
-def test_a_base_that_rotted_in_memory_is_noticed_after_the_apply(store, model, after, check, closing):
-    server = closing(WeightServer(store))
-    puller = closing(WeightPuller([server.endpoint]))
+def test_a_base_that_rotted_in_memory_is_noticed_after_the_apply(store, model, after, check, puller_of):
+    puller = puller_of(store)
     have = puller.pull()
     have.tensors["embed"].buffer[100] ^= 1
     newer = after(model, 1)
@@ -237,10 +190,9 @@ def test_the_deadline_names_the_server_that_does_not_answer(closing, caplog):
     assert "no word from the weight server at tcp://127.0.0.1:9" in caplog.text, "nor are two minutes spent in silence"
 
 
-def test_nothing_published_yet_is_waited_for(model, check, closing):
+def test_nothing_published_yet_is_waited_for(model, check, puller_of):
     store = VersionStore()
-    server = closing(WeightServer(store))
-    puller = closing(WeightPuller([server.endpoint]))
+    puller = puller_of(store)
     with pytest.raises(WeightsError, match="no version has been published"):
         puller.pull(deadline_s=0.2)
     threading.Timer(0.1, store.publish, (model,)).start()
@@ -295,27 +247,3 @@ def test_the_server_survives_garbage_and_refuses_what_it_cannot_serve(store, mod
     assert sum(server.refused.values()) >= 10
     puller = closing(WeightPuller([server.endpoint]))
     check(puller.pull(), model)
-
-
-def test_two_pulls_at_once_and_slow_manifests_do_not_hold_up_chunks(store, model, check, closing):
-    gate = threading.Event()
-
-    def slow(manifest: Manifest) -> Manifest:
-        if manifest.base == 0:
-            gate.wait(10)
-        return manifest
-
-    server = closing(WeightServer(Fault(store, on_manifest=slow)))
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.connect(server.endpoint)
-    socket.send(envelope.encode(ManifestRequest(have_lineage=store.lineage, have_version=0), id=1, sender="me"))
-    socket.send(envelope.encode(ChunkRequest(lineage=store.lineage, version=0, pieces=[Piece("norm", NO_BASE, 0, 128)]), id=2, sender="me"))
-    assert socket.poll(5000)
-    assert envelope.decode_header(socket.recv_multipart()[0]).id == 2
-    gate.set()
-    assert socket.poll(5000)
-    assert envelope.decode_header(socket.recv_multipart()[0]).id == 1
-    socket.close()
-    context.term()

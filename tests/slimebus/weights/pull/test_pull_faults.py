@@ -9,17 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from changed_store import changed
 from slow_link import SlowLink
 from waiting import wait_until
 
-from slimebus.bus import envelope, protocol
+from slimebus.bus import envelope
 from slimebus.bus.errors import WeightsError
 from slimebus.bus.messages import Error, Message
 from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, Manifest, ManifestReply, ManifestRequest
-from slimebus.weights.pull import stream as stream_module
+from slimebus.weights.pull import connection as connection_module
 from slimebus.weights.pull.connection import WeightServerConnection
 from slimebus.weights.pull.puller import WeightPuller
-from slimebus.weights.store import version_store as store_module
 from slimebus.weights.store.server import RelayPayloads, WeightServer
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import Weights
@@ -157,21 +157,17 @@ def test_a_pull_ends_although_each_version_lasts_a_fraction_of_it(closing: Any, 
     assert weights.digest == digests[weights.version]
 
 
-def test_a_tensor_that_nobody_reads_any_more_is_let_go(closing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "READ_GRACE_S", 0.2)
-    store, server = publish(closing, {"w": noise(1)})
-    closing(WeightPuller([server.endpoint])).pull(deadline_s=10.0)
-    store.publish({"w": noise(1) + np.uint16(1)})
-    wait_until("end of the superseded version", lambda: not store._superseded)
-
-
 # --- what is asked for ---
+
+
+Answer = Callable[[Any, int], list[tuple[Any, list[Any], int]]]
+"""To a request and its id: messages, or any bytes, with frames and an id each."""
 
 
 class Peer:
     """A ROUTER that answers with what `answer` returns for each request: (message, frames, id) or several of them."""
 
-    def __init__(self, answer: Callable[[Message, int], list[tuple[Message, list[Any], int]]]) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -199,69 +195,36 @@ class Peer:
         self._context.term()
 
 
-def onward_of(store: VersionStore) -> Callable[[Message, int], list[tuple[Message, list[Any], int]]]:
+def onward_of(store: VersionStore) -> Answer:
     """What a good server answers to chunk requests."""
 
-    def answer(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-        assert isinstance(message, ChunkRequest)
+    def answer(message: Any, request_id: int) -> list[tuple[Any, list[Any], int]]:
         payloads = [(store.read(message.lineage, message.version, p.name, p.base), p) for p in message.pieces]
         return [(ChunkReply(), [payload[p.offset : p.offset + p.length] for payload, p in payloads], request_id)]
 
     return answer
 
 
-def later(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-    return [(ChunkReply(later=True), [], request_id)]
-
-
-def zeros(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-    assert isinstance(message, ChunkRequest)
-    return [(ChunkReply(), [bytes(piece.length) for piece in message.pieces], request_id)]
-
-
-def short(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-    assert isinstance(message, ChunkRequest)
-    return [(ChunkReply(), [bytes(max(0, piece.length - 1)) for piece in message.pieces], request_id)]
-
-
-def too_many(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-    assert isinstance(message, ChunkRequest)
-    return [(ChunkReply(), [bytes(piece.length) for piece in message.pieces] + [b"more"], request_id)]
-
-
-def all_gone(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-    assert isinstance(message, ChunkRequest)
-    return [(ChunkReply(gone=[*range(len(message.pieces)), 99, -1]), [b"" for _ in message.pieces], request_id)]
-
-
-def manifests(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-    return [(ManifestReply(lineage="other", version=99), [b"\x80"], request_id)]
-
-
-def errors(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-    return [(Error(code="internal", text="no", retryable=False), [], request_id)]
-
-
-def nobodys(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-    return [(ChunkReply(), [bytes(100)], request_id + number) for number in (1000, 2000, -3000)]
-
-
-def silence(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-    return []
-
-
-def noise_alone(message: Message, request_id: int) -> list[tuple[Any, list[Any], int]]:
-    return [(np.random.default_rng(request_id).bytes(50), [b"x"], request_id)]
-
-
-GARBAGE = [noise_alone, later, zeros, short, too_many, all_gone, manifests, errors, nobodys, silence]
+GARBAGE: dict[str, Answer] = {
+    "noise": lambda message, id: [(np.random.default_rng(id).bytes(50), [b"x"], id)],
+    "later": lambda message, id: [(ChunkReply(later=True), [], id)],
+    "zeros": lambda message, id: [(ChunkReply(), [bytes(piece.length) for piece in message.pieces], id)],
+    "short": lambda message, id: [(ChunkReply(), [bytes(max(0, piece.length - 1)) for piece in message.pieces], id)],
+    "too many": lambda message, id: [(ChunkReply(), [*(bytes(piece.length) for piece in message.pieces), b"more"], id)],
+    "all gone": lambda message, id: [(ChunkReply(gone=[*range(len(message.pieces)), 99, -1]), [b"" for _ in message.pieces], id)],
+    "manifests": lambda message, id: [(ManifestReply(lineage="other", version=99), [b"\x80"], id)],
+    "errors": lambda message, id: [(Error(code="internal", text="no", retryable=False), [], id)],
+    "nobody's": lambda message, id: [(ChunkReply(), [bytes(100)], id + number) for number in (1000, 2000, -3000)],
+    "silence": lambda message, id: [],
+}
+"""What may come in answer to a chunk request."""
 
 
 def publisher_of(store: VersionStore, answer: Any) -> Peer:
     """Its manifest is right; what else it is asked for, `answer` answers."""
     bulk = msgspec.msgpack.encode(store.manifest("", -1))
 
-    def reply(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
+    def reply(message: Any, request_id: int) -> list[tuple[Any, list[Any], int]]:
         if isinstance(message, ManifestRequest):
             return [(ManifestReply(lineage=store.lineage, version=0), [bulk], request_id)]
         return answer(message, request_id)
@@ -271,32 +234,24 @@ def publisher_of(store: VersionStore, answer: Any) -> Peer:
 
 def naming(store: VersionStore, source: str) -> Any:
     """The store, with manifests that name a source for its payloads, unless it is avoided; see the server's own way of doing so."""
-
-    class Named:
-        read = store.read
-
-        def manifest(self, lineage: str, version: int, want: int = -1) -> Manifest:
-            return msgspec.structs.replace(store.manifest(lineage, version, want), sources=[source])
-
-    return Named()
+    return changed(store, lambda manifest: msgspec.structs.replace(manifest, sources=[source]))
 
 
-@pytest.mark.parametrize("answer", GARBAGE, ids=lambda answer: answer.__name__)
-def test_a_worker_that_talks_nonsense_is_gone_around(closing: Any, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    monkeypatch.setattr(stream_module, "LATER_STALLS", 3)
+@pytest.mark.parametrize("answer", GARBAGE.values(), ids=GARBAGE)
+def test_a_worker_that_talks_nonsense_is_gone_around(closing: Any, monkeypatch: pytest.MonkeyPatch, answer: Any, puller_of: Any) -> None:
+    monkeypatch.setattr(connection_module, "LATER_STALLS", 3)
     values = noise(0.1)
     store = VersionStore()
     store.publish({"w": values})
     source = closing(Peer(answer))
-    server = closing(WeightServer(naming(store, source.endpoint)))
-    puller = closing(WeightPuller([server.endpoint], stall_s=0.2))
+    puller = puller_of(naming(store, source.endpoint), stall_s=0.2)
     weights = puller.pull(deadline_s=15.0)
     assert np.array_equal(weights.tensors["w"].steps, values)
     assert puller.counts["bad_sources"] == 1
     assert len(source.requests) < 50, "it was asked without a pause"
 
 
-@pytest.mark.parametrize("answer", GARBAGE, ids=lambda answer: answer.__name__)
+@pytest.mark.parametrize("answer", GARBAGE.values(), ids=GARBAGE)
 def test_a_publisher_that_talks_nonsense_leads_to_an_error_by_the_deadline(closing: Any, answer: Any) -> None:
     store = VersionStore()
     store.publish({"w": noise(0.1)})
@@ -306,19 +261,18 @@ def test_a_publisher_that_talks_nonsense_leads_to_an_error_by_the_deadline(closi
     with pytest.raises(WeightsError):
         puller.pull(deadline_s=1.0)
     assert time.monotonic() - started < 2.0
-    assert (puller._connections[0].refused["protocol"] > 0) == (answer is noise_alone)
+    assert (puller._connections[0].refused["protocol"] > 0) == (answer is GARBAGE["noise"])
 
 
 @pytest.mark.parametrize(
     "address",
     ["", "nonsense", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "inproc://x", "tcp://no such host:1", "tcp://127.0.0.1:1?key=k"],
 )
-def test_an_address_that_is_none_does_not_end_the_puller(closing: Any, address: str) -> None:
+def test_an_address_that_is_none_does_not_end_the_puller(address: str, puller_of: Any) -> None:
     values = noise(0.1)
     store = VersionStore()
     store.publish({"w": values})
-    server = closing(WeightServer(naming(store, address)))
-    puller = closing(WeightPuller([server.endpoint], stall_s=0.2))
+    puller = puller_of(naming(store, address), stall_s=0.2)
     assert np.array_equal(puller.pull(deadline_s=15.0).tensors["w"].steps, values)
 
 
@@ -335,35 +289,13 @@ def test_a_worker_cannot_have_others_told_an_address_that_is_none(closing: Any, 
         closing(WeightPuller([server.endpoint], relay=RelayPayloads(), serves=serves)).pull(deadline_s=5.0)
 
 
-def test_a_worker_link_that_was_idle_is_given_its_time_again(closing: Any) -> None:
-    """Its silence while nobody asked is not held against it."""
-    store, delay = VersionStore(), [0.0]
-    values = noise(0.1)
-    store.publish({"w": values})
-    good = onward_of(store)
-
-    def slow(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-        time.sleep(delay[0])
-        return good(message, request_id)
-
-    source = closing(Peer(slow))
-    server = closing(WeightServer(naming(store, source.endpoint)))
-    puller = closing(WeightPuller([server.endpoint], stall_s=0.7))
-    first = puller.pull(deadline_s=10.0)
-    time.sleep(0.9)
-    delay[0] = 0.35
-    store.publish({"w": values + np.uint16(1)})
-    puller.pull(first, deadline_s=10.0)
-    assert puller.counts["bad_sources"] == 0
-
-
 def test_a_busy_server_is_asked_again_for_what_it_has_put_off(closing: Any) -> None:
     store, put_off = VersionStore(), [5]
     values = noise(3)
     store.publish({"w": values})
     good = onward_of(store)
 
-    def reply(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
+    def reply(message: Any, request_id: int) -> list[tuple[Any, list[Any], int]]:
         if put_off[0]:
             put_off[0] -= 1
             return [(Error(code="busy", text="later", retryable=True), [], request_id)]
@@ -381,8 +313,7 @@ def test_no_more_is_asked_for_at_once_than_the_credits_allow(closing: Any, credi
     store.publish({f"w{i}": noise(0.5, i) for i in range(12)})
     good = onward_of(store)
 
-    def reply(message: Message, request_id: int) -> list[tuple[Message, list[Any], int]]:
-        assert isinstance(message, ChunkRequest)
+    def reply(message: Any, request_id: int) -> list[tuple[Any, list[Any], int]]:
         waiting.append((message, request_id))
         most[0] = max(most[0], sum(piece.length for asked, _ in waiting for piece in asked.pieces))
         if len(waiting) < credits and len(publisher.requests) < 12:
@@ -397,33 +328,13 @@ def test_no_more_is_asked_for_at_once_than_the_credits_allow(closing: Any, credi
     assert most[0] <= credits << 19
 
 
-def test_a_version_number_with_other_bytes_is_pulled_and_not_taken_for_the_old_one(closing: Any) -> None:
+def test_a_version_number_with_other_bytes_is_pulled_and_not_taken_for_the_old_one(puller_of: Any) -> None:
     first, second = (VersionStore(lineage="same") for _ in range(2))
     first.publish({"w": noise(0.1, 1)})
     second.publish({"w": noise(0.1, 2)})
-    have = closing(WeightPuller([closing(WeightServer(first)).endpoint])).pull(deadline_s=10.0)
-    got = closing(WeightPuller([closing(WeightServer(second)).endpoint])).pull(have, deadline_s=10.0)
+    have = puller_of(first).pull(deadline_s=10.0)
+    got = puller_of(second).pull(have, deadline_s=10.0)
     assert np.array_equal(got.tensors["w"].steps, noise(0.1, 2))
-
-
-@pytest.mark.parametrize("version", [0, 99])
-def test_a_puller_of_another_protocol_is_told_so(closing: Any, version: int) -> None:
-    _, server = publish(closing, {"w": noise(0.1)})
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.connect(server.endpoint)
-    socket.send(envelope.encode(ManifestRequest(), id=7, sender="me", v=version))
-    assert socket.poll(5000)
-    header = envelope.decode_header(socket.recv_multipart()[0])
-    told = envelope.decode_body(header, TYPES)
-    socket.close()
-    context.term()
-    assert isinstance(told, Error)
-    assert told.code == "protocol_version"
-    assert not told.retryable
-    assert str(version) in told.text
-    assert protocol.unreadable(version).code == told.code
 
 
 def test_of_the_manifests_that_one_peer_asks_for_while_one_is_made_the_last_is_made(closing: Any) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,33 +45,30 @@ def values(seed: int, changed: int = NUM_TENSORS) -> dict[str, np.ndarray]:
 class Host:
     """A publisher, and workers of one host that pull from it."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.store = root, VersionStore(lineage="one")
-        self.server = WeightServer(self.store)
-        self._opened: list[Any] = [self.server]
+    def __init__(self, root: Path, closing: Any) -> None:
+        self.root, self.closing, self.store = root, closing, VersionStore(lineage="one")
+        self.server = closing(WeightServer(self.store))
 
     def sharing(self) -> HostPullSharing:
         """Another worker's part in it."""
-        folder = SharedFolder(self.root)
-        self._opened.append(folder)
-        return HostPullSharing(folder, self.server.endpoint)
+        return HostPullSharing(self.closing(SharedFolder(self.root)), self.server.endpoint)
+
+    @contextmanager
+    def pulling(self) -> Iterator[HostPullSharing]:
+        """Another worker has the lock meanwhile."""
+        other = self.sharing()
+        other.begin()
+        yield other
+        other.end()
 
     def join(self, **options: Any) -> WeightPuller:
         """The puller of another worker."""
-        puller = WeightPuller([self.server.endpoint], host=self.sharing(), **options)
-        self._opened.append(puller)
-        return puller
-
-    def close(self) -> None:
-        for opened in reversed(self._opened):
-            opened.close()
+        return self.closing(WeightPuller([self.server.endpoint], host=self.sharing(), **options))
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    made = Host(tmp_path)
-    yield made
-    made.close()
+def host(tmp_path: Path, closing: Any) -> Host:
+    return Host(tmp_path, closing)
 
 
 def test_workers_that_pull_at_once_load_the_publisher_with_one_copy(host: Host) -> None:
@@ -139,16 +137,14 @@ WeightPuller([{host.server.endpoint!r}], host=host).pull(deadline_s=60)
 def test_a_worker_that_hangs_with_the_lock_is_not_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 0.3)
     published = host.store.publish(values(1))
-    hanging = host.sharing()
-    hanging.begin()
-    assert hanging.is_puller
-    waiting = host.join()
-    have = waiting.pull(deadline_s=30)
-    assert have.digest == published.digest
-    monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 1000.0)
-    newer = host.store.publish(values(2))
-    assert waiting.pull(have, deadline_s=10).digest == newer.digest, "once for all versions"
-    hanging.end()
+    with host.pulling() as hanging:
+        assert hanging.is_puller
+        waiting = host.join()
+        have = waiting.pull(deadline_s=30)
+        assert have.digest == published.digest
+        monkeypatch.setattr(pull_loop, "LOCK_SILENCE_S", 1000.0)
+        newer = host.store.publish(values(2))
+        assert waiting.pull(have, deadline_s=10).digest == newer.digest, "once for all versions"
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("/etc/hostname")])
@@ -186,37 +182,29 @@ def test_all_parts_together_must_have_room(host: Host, monkeypatch: pytest.Monke
     other = VersionStore(lineage=host.store.lineage)
     host.store.publish({name: tensor for name, tensor in parts.items() if name < "t20"})
     other.publish({name: tensor for name, tensor in parts.items() if name >= "t20"})
-    second, folder = WeightServer(other), SharedFolder(host.root)
-    puller = WeightPuller([host.server.endpoint, second.endpoint], host=HostPullSharing(folder, "two"))
+    puller = host.closing(WeightPuller([host.server.endpoint, host.closing(WeightServer(other)).endpoint], host=host.sharing()))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SIZE - 1))
     with pytest.raises(WeightsError, match=f"no room for {SIZE} bytes"):
         puller.pull(deadline_s=30)
     assert puller.counts["received_bytes"] == 0
-    for closable in (puller, second, folder):
-        closable.close()
 
 
 def test_a_worker_that_waits_too_long_says_for_whom(host: Host) -> None:
     host.store.publish(values(1))
-    pulling = host.sharing()
-    pulling.begin()
-    with pytest.raises(WeightsError, match=rf"process {os.getpid()} on this host pulls from .*; this one waited"):
+    expected = rf"process {os.getpid()} on this host pulls from .*; this one waited"
+    with host.pulling(), pytest.raises(WeightsError, match=expected):
         host.join().pull(deadline_s=0.3)
-    pulling.end()
 
 
 def test_a_newer_version_while_a_neighbour_pulls_the_older_is_followed(host: Host) -> None:
     host.store.publish(values(1))
     old = host.join()
     old.pull(deadline_s=30)
-    pulling = host.sharing()
-    pulling.begin()
-    newest = host.store.publish(values(2))
-    puller = host.join()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(puller.pull, deadline_s=30)
-        time.sleep(0.2)
-        pulling.end()
+        with host.pulling():
+            newest = host.store.publish(values(2))
+            waiting = pool.submit(host.join().pull, deadline_s=30)
+            time.sleep(0.2)
         assert waiting.result(timeout=30).digest == newest.digest
 
 
@@ -259,14 +247,13 @@ def test_memory_that_is_full_ends_the_pull_and_nothing_half_written_stays(host: 
     assert not list(host.root.glob("slimebus-pull-*"))
 
 
-def test_a_directory_of_deltas_is_read_once_on_a_host(tmp_path: Path) -> None:
+def test_a_directory_of_deltas_is_read_once_on_a_host(tmp_path: Path, closing: Any) -> None:
     store = VersionStore(lineage="one")
     chain = DiskChain(tmp_path / "chain", "one")
     newest = store.publish(values(1))
     chain.write(store)
     chain.announce(newest.version, newest.digest)
-    folders = [SharedFolder(tmp_path) for _ in range(2)]
-    pullers = [DiskPuller(chain.folder, host=HostPullSharing(folder, "chain")) for folder in folders]
+    pullers = [DiskPuller(chain.folder, host=HostPullSharing(closing(SharedFolder(tmp_path)), "chain")) for _ in range(2)]
     have = [puller.pull(deadline_s=30) for puller in pullers]
     for seed in (2, 3):
         newest = store.publish(values(seed))
@@ -276,8 +263,6 @@ def test_a_directory_of_deltas_is_read_once_on_a_host(tmp_path: Path) -> None:
     assert {weights.digest for weights in newer} == {newest.digest}
     assert pullers[1].counts["received_bytes"] == 0
     assert pullers[1].counts["neighbour_bytes"] == 2 * SIZE
-    for folder in folders:
-        folder.close()
 
 
 def test_the_lock_goes_to_one_and_then_to_the_next(tmp_path: Path) -> None:
@@ -303,12 +288,9 @@ def test_the_lock_file_of_a_worker_that_was_killed_is_removed(tmp_path: Path) ->
 
 def test_a_cancelled_pull_stops_waiting_for_the_lock(host: Host) -> None:
     host.store.publish(values(1))
-    pulling = host.sharing()
-    pulling.begin()
     puller = host.join()
     timer = threading.Timer(0.2, puller.cancel)
     timer.start()
-    with pytest.raises(WeightsError, match="cancelled"):
+    with host.pulling(), pytest.raises(WeightsError, match="cancelled"):
         puller.pull(deadline_s=30)
     timer.join()
-    pulling.end()

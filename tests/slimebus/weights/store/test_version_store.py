@@ -63,12 +63,6 @@ def test_threads_change_no_byte_of_many_tensors_or_of_one_large_one(model, after
         assert bytes(many.read("run", 2, "embed", base)) == bytes(one.read("run", 2, "embed", base))
 
 
-def test_the_digest_does_not_depend_on_how_the_model_is_split(model):
-    whole = VersionStore().publish(model)
-    halves = [VersionStore().publish(dict(part)) for part in (list(model.items())[:4], list(model.items())[4:])]
-    assert digest_of(form for half in halves for form in half.forms) == whole.digest
-
-
 def test_a_direct_delta_from_every_kept_base_equals_the_chain(model, after):
     store = VersionStore(keep=3)
     versions = [model]
