@@ -78,7 +78,7 @@ class Machine:
         damage.recover_rows(state, lost)
         clients.restart(state)
         state.leases.restart(now, now + state.rules.lease_s)
-        ending.doubt(state)
+        ending.await_confirmation(state)
         state.timers.set(("free", None), now)
         watchdog.restored(state)
 
@@ -139,7 +139,7 @@ class Machine:
         leases.deal(state)  # behind it: a batch makes room, and moves the step that a new group is admitted for
         consumers.serve(state)
         ending.watch_evaluations(state)
-        if ending.is_news(state):
+        if ending.announce(state):
             state.notify()
             for key in list(state.waiting_leases):
                 leases.answer_timed_out(state, key)

@@ -45,6 +45,8 @@ LEAVE_BLOCKED_S = 10.0
 """After a signal to stop: the disk may be slow. What is acknowledged is on disk as far as `broker.durability` says."""
 VALIDATE = "SLIMEBUS_VALIDATE"
 """Environment variable of tests: the tables of the state are compared after each burst."""
+CLIENT_TIMEOUT_S = 30.0
+"""Silence after which a client counts as gone."""
 MAX_PUSHED = 1_000_000
 """Most pushed prompts that wait to be sampled; a client that pushes more has to wait."""
 
@@ -200,6 +202,7 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, st
         staleness_range=(b.staleness_floor, b.staleness_ceiling),
         **{name: getattr(config.broker, name) for name in ("heartbeat_s", "max_clients", "stall_min_s", "required_fields", "fill_first")},
         num_steps=r.num_rollout,
+        client_timeout_s=CLIENT_TIMEOUT_S,
         max_parked=max(4096, config.broker.max_clients),
         max_pushed=MAX_PUSHED,
         waits_for_push=config.data.wait_for_push,

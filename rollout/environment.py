@@ -30,7 +30,7 @@ class Environment(Agent):
 
     def __init__(self, name: str, base: Path) -> None:
         """Raises ConfigError where it cannot be loaded, or another release of verifiers is installed."""
-        self.name, (self._vf, config) = f"environment {name}", load(name, base)
+        self.name, (self._vf, config, self._select) = f"environment {name}", load(name, base)
         self._path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(base.resolve()))))
         # The library looks a harness up by its id, as a module of its own package.
         sys.modules[f"verifiers.v1.harnesses.{HARNESS}"] = importlib.import_module("rollout.chat_harness")
@@ -51,7 +51,7 @@ class Environment(Agent):
         self._thread.start()
         log.info("%s: starting the servers that its tasks share", self.name)
         await self._there(self._stack.enter_async_context(self._env.serving()))
-        self._tasks = await asyncio.to_thread(tasks_of, self._env.taskset)
+        self._tasks = await asyncio.to_thread(tasks_of, self._env.taskset, self._select)
 
     async def teardown(self) -> None:
         """End all of that."""

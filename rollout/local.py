@@ -21,7 +21,7 @@ import numpy as np
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
 from rollout.samples import partials
-from rollout.samples.plugins import PluginError, contain_exits
+from rollout.samples.plugins import PluginError, contain_exits, hide_from_programs
 from rollout.samples.response import Completion, EngineError, Response, Task
 from rollout.samples.tokenizer import Tokenizer
 from rollout.worker.groups import Dropped, GroupMaker
@@ -82,6 +82,7 @@ class LocalDispatch(Dispatch):
 async def local_maker(resolved: Resolved, *, has_engine: bool = True, version: int = NO_VERSION) -> AsyncIterator[GroupMaker]:
     """A worker's GroupMaker with engines of its own, those of engine.engine_url, or none; not has_engine: the label answers."""
     contain_exits(asyncio.get_running_loop())
+    hide_from_programs(resolved)
     model, data = resolved.model_dir, resolved.config.data
     tokenizer = Tokenizer(model, apply_chat_template=data.apply_chat_template, template_kwargs=data.apply_chat_template_kwargs)
     with tempfile.TemporaryDirectory() as logs:

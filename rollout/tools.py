@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from rollout.endpoint.tool_calls import Calls, parse
+from rollout.samples.plugins import HIDDEN
 from rollout.samples.session import Session
 from slimebus.bus.errors import HookError, UsageError
 from slimebus.process.process_guard import guarded
@@ -50,7 +51,7 @@ class McpAgent:
             for server in self.servers:
                 transport: Any = server
                 if not isinstance(server, str):  # guarded: a worker that is killed leaves none behind
-                    command, *arguments = guarded(server)
+                    command, *arguments = guarded(server, HIDDEN.get())
                     transport = stdio_client(StdioServerParameters(command=command, args=arguments))
                 client = await stack.enter_async_context(Client(transport))
                 for tool in (await client.list_tools()).tools:

@@ -67,6 +67,27 @@ def test_commands_load_nothing_heavy() -> None:
     assert not [str(f.relative_to(ROOT)) for f in files if roots(imports(f)) & HEAVY]
 
 
+PURE = {
+    "collections",
+    "contextlib",
+    "difflib",
+    "heapq",
+    "itertools",
+    "math",
+    "statistics",
+    "typing",
+    "msgspec",
+    "sortedcontainers",
+    "xxhash",
+}
+
+
+def test_decisions_import_no_socket_disk_clock_or_random_source() -> None:
+    files = [*sources("broker/state"), ROOT / "rollout/engines/engine_state.py"]
+    assert len(files) > 20
+    assert not {str(f.relative_to(ROOT)): found for f in files if (found := roots(imports(f)) - PURE - {"broker", "rollout", "slimebus"})}
+
+
 ORDER = {
     "slimebus": [
         ["slimebus", "slimebus/bus", "slimebus/security", "slimebus/bus/transport", "slimebus/process", "slimebus/prompts"],

@@ -85,7 +85,7 @@ def _choose(state: State, step: int) -> bool:
     state.steps[step] = StepRecord(step=step, version=version, groups=names, max_staleness=bound)
     state.changed("steps", step)
     for group in chosen:
-        state.groups.choose(group, step)
+        state.groups.set_step(group, step)
         transitions.apply_transition(state, group, "assigned")
     if state.rules.over_sampling:  # groups in flight that can be in no batch any more
         staleness.end_stale_leases(state, state.next_unassigned, "surplus")

@@ -415,7 +415,7 @@ def note_end_told(client: Client, request: int, *, is_finished: bool) -> None:
 # --- what a client says of itself, and what it has to do ---
 
 
-def take_report(client: Client, beat: m.Heartbeat) -> None:
+def record_report(client: Client, beat: m.Heartbeat) -> None:
     """How a client is and what its engines do, cut to what every status may hold of it."""
     client.state = one_line(beat.state[:64])
     metrics = itertools.islice(((name, value) for name, value in beat.metrics.items() if len(name) <= MAX_NAME_CHARS), MAX_METRICS)
@@ -428,7 +428,7 @@ def _bounded(engine: m.EngineReport) -> dict[str, str]:
     return {name: one_line(getattr(engine, name)[:MAX_ENGINE_CHARS]) for name in ("url", "model", "state")}
 
 
-def order(client: Client, ask: m.Command) -> None:
+def add_command(client: Client, ask: m.Command) -> None:
     """A worker has to do something."""
     client.commands = {**client.commands, ask.key: ask}
 

@@ -32,14 +32,14 @@ def reopen(state: State) -> None:
     state.meta.finishing = state.finish_is_announced = False
 
 
-def is_news(state: State) -> bool:
+def announce(state: State) -> bool:
     """True once, when the run is finished: everyone hears it."""
     is_new = state.is_finished and not state.finish_is_announced
     state.finish_is_announced |= is_new
     return is_new
 
 
-def doubt(state: State) -> None:
+def await_confirmation(state: State) -> None:
     """After a restart: a finished run may be given a trainer that goes on."""
     if state.meta.finishing:
         state.confirm_finish(is_certain=False)

@@ -200,7 +200,7 @@ class Groups:
         self.remove(group)
         group.reason, group.ended = reason, number
 
-    def lease(self, group: Group, lease: LeaseRecord) -> None:
+    def set_lease(self, group: Group, lease: LeaseRecord) -> None:
         """A queued group is to be leased, or a leased one recalled."""
         group.lease = lease
 
@@ -212,11 +212,11 @@ class Groups:
         """A worker names a lease."""
         self.by_worker[self.by_lease[lease].lease.worker].unconfirmed.discard(lease)
 
-    def choose(self, group: Group, step: int) -> None:
+    def set_step(self, group: Group, step: int) -> None:
         """A ready group is to be trained in a step."""
         group.step = step
 
-    def count_up(self, group: Group, counter: str) -> int:
+    def increment(self, group: Group, counter: str) -> int:
         """Raise `failures`, `losses` or `times_stale`; its new value."""
         count: int = getattr(group, counter) + 1
         setattr(group, counter, count)
@@ -226,11 +226,11 @@ class Groups:
         """Drop a group once the trainer does not have it any more."""
         group.drop_reason = reason
 
-    def note_rewards(self, group: Group, rewards: list[float | None]) -> None:
+    def record_rewards(self, group: Group, rewards: list[float | None]) -> None:
         """What a stateful source is to know of an attempt."""
         group.rewards = rewards
 
-    def note_report(self, group: Group) -> None:
+    def mark_reported(self, group: Group) -> None:
         """A stateful source knows what became of the present attempt."""
         group.reported_lease = group.lease.id
 
@@ -286,7 +286,7 @@ class Groups:
             self.readable_changes += 1
             group.read_position = 0
 
-    def note_put(self, group: Group) -> None:
+    def mark_put(self, group: Group) -> None:
         """Samples of the present attempt have come."""
         group.put_lease = group.lease.id
 

@@ -6,7 +6,7 @@ A command is kept until a heartbeat of its worker tells what became of it. A bro
 from collections.abc import Collection
 
 from broker.state.broker_state import State
-from broker.state.clients import MAX_COMMANDS, note_end_told, order, set_serving, take_outcomes, take_report
+from broker.state.clients import MAX_COMMANDS, add_command, note_end_told, record_report, set_serving, take_outcomes
 from broker.state.effects import Event
 from broker.state.groups import WorkerLeases
 from broker.state.records import Client
@@ -18,7 +18,7 @@ from slimebus.bus.messages import LEASE_SUM_MODULUS
 def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     """Extend the leases of a client that agrees on which they are, ask one that does not for its list, and answer with the truth."""
     client = state.clients[event.sender]
-    take_report(client, beat)
+    record_report(client, beat)
     set_serving(state, client, beat.lineage, beat.serving)
     note_end_told(client, event.to.request, is_finished=state.is_finished)
     outstanding = take_outcomes(client, beat.outcomes)
@@ -61,7 +61,7 @@ def command(state: State, event: Event, ask: m.Command) -> None:
     if outcome is None and ask.key not in worker.commands:
         if len(worker.commands) >= MAX_COMMANDS:
             raise state.busy("commands", f"{worker.name} has {MAX_COMMANDS} commands to do")
-        order(worker, ask)
+        add_command(worker, ask)
         state.note(f"{worker.name} has to {ask.action} {ask.url}".rstrip())
     state.reply(event.to, outcome or m.CommandReply(worker=worker.name))
 

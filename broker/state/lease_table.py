@@ -66,7 +66,7 @@ class LeaseTable:
 
     def recall(self, group: Group, deadline: float) -> None:
         """A worker has to give a group back until `deadline`."""
-        self._groups.lease(group, msgspec.structs.replace(group.lease, is_recalled=True))
+        self._groups.set_lease(group, msgspec.structs.replace(group.lease, is_recalled=True))
         self._timers.set(("recalled lease", group.lease.id), deadline)
         self.num_recalls += 1
 
@@ -79,7 +79,7 @@ class LeaseTable:
         if lease.worker not in self._groups.by_worker:
             self._timers.cancel(("leases of", lease.worker))
 
-    def note_put(self, group: Group, now: float) -> None:
+    def record_put(self, group: Group, now: float) -> None:
         """A group that is leased was put."""
         self.group_seconds.append(now - self.held_since[group.lease.id])
 

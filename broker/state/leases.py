@@ -164,7 +164,7 @@ def _grant(state: State, group: Group, waiting: Waiting[Lease]) -> None:
     client = state.clients[waiting.client]
     made_by = (client.lineage, client.serving) if waiting.message.needs_weights else ("", NO_VERSION)
     lease = LeaseRecord(next_number(state), client.name, waiting.to.request, *made_by, state.rules.samples_per_prompt)
-    state.groups.lease(group, lease)
+    state.groups.set_lease(group, lease)
     _offer_partial(state, group, is_wanted=waiting.message.takes_partials)
     transitions.apply_transition(state, group, "leased")
     state.leases.grant(group, state.now, state.now + state.rules.lease_s)
@@ -280,7 +280,7 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     """Take samples in; why they are not kept, or nothing."""
     samples = made.samples
     good = [s for s in samples if not s.has_failed]
-    state.groups.note_put(group)
+    state.groups.mark_put(group)
     if group.kind == EVAL:
         evaluation.score(state, group, made)
         return ""
@@ -289,7 +289,7 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     if wasted := sum(made.table.num_tokens) - sum(s.num_tokens for s in good):
         state.count_waste("failed samples", 0, wasted)
     if state.stateful is not None:
-        state.groups.note_rewards(group, [s.reward for s in samples])
+        state.groups.record_rewards(group, [s.reward for s in samples])
     if not good:
         transitions.apply_transition(state, group, "failed", "every sample failed")
         return "every sample failed"
@@ -302,7 +302,7 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
         _drop_filtered(state, group, NO_SPREAD)
         return NO_SPREAD
     state.meta.filtered_in_a_row = 0
-    state.leases.note_put(group, state.now)
+    state.leases.record_put(group, state.now)
     _used_partial(state, group)
     transitions.apply_transition(state, group, "put")
     state.make_readable(group)
@@ -342,10 +342,10 @@ def give_back(state: State, event: Event, back: GiveBack) -> None:
         if outcome == "partial" and (refusal := _take_partial(state, event, group, back)):
             outcome, reason = "fail", f"partial refused: {refusal}"
         if back.num_tokens:
-            state.count_waste(reason, 1, back.num_tokens)
+            state.count_waste("failed attempts" if outcome == "fail" else reason, 1, back.num_tokens)  # each has words of its own
         if state.stateful is not None and outcome in ("drop", "fail"):
             rewards = [r if r is not None and math.isfinite(r) else None for r in back.rewards[:MAX_REWARDS]]
-            state.groups.note_rewards(group, rewards)
+            state.groups.record_rewards(group, rewards)
         if outcome == "drop" and group.kind != EVAL:
             _drop_filtered(state, group, reason)
         else:

@@ -171,7 +171,7 @@ def report_outcome(state: State, group: Group, outcome: str, reason: str) -> Non
         return
     if group.reported_lease == group.lease.id and outcome in ("trained", "requeued"):
         return
-    state.groups.note_report(group)
+    state.groups.mark_reported(group)
     reason, step = ("", group.step) if outcome == "trained" else (reason[:MAX_REASON_CHARS], -1)
     lease, rewards = group.lease.id, group.rewards
     state.stateful.feedback(GroupResult(id=group.id, attempt=lease, outcome=outcome, reason=reason, rewards=rewards, step=step))

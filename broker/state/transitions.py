@@ -79,7 +79,7 @@ def counted_transition(state: State, group: Group, cause: str) -> Transition:
         raise SlimebusError(text, code="illegal_transition")
     if not transition.counts:
         return transition
-    count = state.groups.count_up(group, transition.counts)
+    count = state.groups.increment(group, transition.counts)
     limit = state.rules.max_attempts * (1 if transition.counts == "failures" else LOSS_LIMIT_FACTOR)
     return TO_DEAD if count >= limit else transition
 

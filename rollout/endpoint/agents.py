@@ -3,38 +3,45 @@
 import asyncio
 import inspect
 import json
+import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from rollout.endpoint.server import Endpoint
-from rollout.samples.plugins import Plugin, PluginError
+from rollout.samples.plugins import HIDDEN, Plugin, PluginError
 from rollout.samples.response import Task
 from rollout.samples.session import Session
 from slimebus.bus.errors import HookError
 from slimebus.process.process_guard import guarded
 
+log = logging.getLogger("rollout")
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-OWN_VARIABLES = "SLIMEBUS_"
-"""What variables of ours begin with, keys among them: an agent's program does not get them."""
+SECRET = re.compile("SLIMEBUS_|TOKENS?$|SECRET|PASSWORD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
+"""In the names of variables that an agent's program does not get."""
 
 
 class Agent:
     """A hook that starts an agent for each sample: subclass it, and give a `command` or a method `run`.
 
     command: run with OPENAI_BASE_URL and OPENAI_API_KEY, which openai's clients take, and the task as JSON on its standard input.
-    bind: where the endpoint listens. tool_call_parser: the name of SGLang's parser, where the worker's engine is an SGLang; empty:
-    `<tool_call>{json}</tool_call>`.
+    variables: those of ours that it gets although their names look like secrets. bind: where the endpoint listens.
+    tool_call_parser: the name of SGLang's parser, where the worker's engine is an SGLang; empty: `<tool_call>{json}</tool_call>`.
     """
 
     command: list[str] = []
+    variables: list[str] = []
     bind = "127.0.0.1:0"
     tool_call_parser = ""
     _http: Any = None
 
     async def setup(self) -> None:
         """Serve, for the agents of this worker alone. Raises HookError where it cannot."""
+        if self.command and not HIDDEN.get():
+            log.warning("programs of %s can read the keys and the folder of this run (docs/security.md)", type(self).__name__)
         await self._serve(Endpoint(tool_call_parser=self.tool_call_parser))
 
     async def _serve(self, endpoint: Endpoint) -> None:
@@ -61,11 +68,11 @@ class Agent:
     async def run(self, task: Task, base_url: str, api_key: str) -> float | None:
         """Do the task, from its prompt to its end; plain or async. A number is its reward, None leaves that to the run's."""
         process = await asyncio.create_subprocess_exec(
-            *guarded(self.command),
+            *guarded(self.command, HIDDEN.get()),
             cwd=Path(inspect.getfile(type(self))).parent,  # what a hook names is beside it
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.stderr,
-            env={name: value for name, value in os.environ.items() if not name.startswith(OWN_VARIABLES)}
+            env={name: value for name, value in os.environ.items() if name in self.variables or not SECRET.search(name)}
             | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
             start_new_session=True,
         )

@@ -12,13 +12,16 @@ from rollout.samples.response import Response
 from rollout.samples.session import Session
 from slimebus.bus.errors import UsageError
 
+WITHOUT_EFFECT = "is taken without effect: the run says how the policy is sampled (docs/agents.md)"
+REFUSED = "what changes the shape or the meaning of an answer is refused; docs/agents.md lists what is served"
 MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
 One = Annotated[int, msgspec.Meta(ge=1, le=1)]
 Zero = Annotated[int, msgspec.Meta(ge=0, le=0)]
+Nothing = Annotated[list[Any], msgspec.Meta(max_length=0)]
 
 
 class _Request(msgspec.Struct, kw_only=True):
-    """What both kinds have. Any other field is taken without effect: how the policy is sampled is the run's to say."""
+    """What both kinds have. Any other field is taken without effect, and counted."""
 
     model: str | None = None
     stream: bool | None = False
@@ -42,9 +45,13 @@ class ChatRequest(_Request, kw_only=True):
     tool_choice: Any = None
     logprobs: bool | None = False
     top_logprobs: Zero | None = None
+    functions: Nothing | None = None
+    modalities: list[Literal["text"]] | None = None
 
     def __post_init__(self) -> None:
         self.max_tokens = self.max_completion_tokens or self.max_tokens
+        if other := [tool.get("type") for tool in self.tools or () if tool.get("type") != "function"]:
+            raise ValueError(f"tools has one of type {other[0]!r}; expected 'function'")
 
 
 class TextRequest(_Request, kw_only=True):
@@ -53,6 +60,7 @@ class TextRequest(_Request, kw_only=True):
     prompt: str | list[int | str | list[int]]
     logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     echo: Literal[False] | None = False
+    suffix: Literal[""] | None = None
 
 
 def plain_message(given: dict[str, Any]) -> dict[str, Any]:

@@ -11,16 +11,16 @@ import logging
 import secrets
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
 from aiohttp import web
 from jinja2 import TemplateError
 
-from rollout.endpoint.chat import ChatRequest, TextRequest, chat_answer, chunks, plain_message, text_answer
+from rollout.endpoint.chat import REFUSED, WITHOUT_EFFECT, ChatRequest, TextRequest, chat_answer, chunks, plain_message, text_answer
 from rollout.endpoint.tool_calls import parse, parse_by_sglang
 from rollout.samples.partials import Unfinished
 from rollout.samples.plugins import Plugin, PluginError
@@ -29,6 +29,7 @@ from rollout.samples.session import Session, without_stop
 from slimebus.bus.errors import SlimebusError, UsageError
 
 log = logging.getLogger("rollout")
+Body = TypeVar("Body", ChatRequest, TextRequest)
 
 SESSION_HEADER = "X-Session-Id"
 WAIT_S = 20.0
@@ -84,6 +85,7 @@ class Endpoint:
         self._published = asyncio.Event()
         self._claiming: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._runner: web.AppRunner | None = None
+        self._without_effect = Counter[str]()
         self.base_url = ""
 
     async def start(self, host: str, port: int) -> None:
@@ -110,6 +112,8 @@ class Endpoint:
 
     async def close(self) -> None:
         """Stop listening."""
+        if self._without_effect:
+            log.info("fields of requests without effect: %s", ", ".join(f"{name} ({n})" for name, n in self._without_effect.items()))
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -138,9 +142,18 @@ class Endpoint:
 
     # --- requests ---
 
+    async def _body(self, request: web.Request, kind: type[Body]) -> Body:
+        """What it asks for; fields without effect are counted, and logged at first."""
+        given = msgspec.json.decode(await request.read(), type=dict[str, Any])
+        for name in given.keys() - {field.name for field in msgspec.structs.fields(kind)}:
+            self._without_effect[name] += 1
+            if self._without_effect[name] == 1:
+                log.info("a request's field %r %s", name, WITHOUT_EFFECT)
+        return msgspec.convert(given, kind)
+
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions: the messages are what the policy is to see; what of them is new is added to the record."""
-        body = msgspec.json.decode(await request.read(), type=ChatRequest)
+        body = await self._body(request, ChatRequest)
         return await self._send(request, body, self._chat(request, body, [plain_message(message) for message in body.messages]))
 
     async def _chat(self, request: web.Request, body: ChatRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -159,7 +172,7 @@ class Endpoint:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions: a text that begins as the record reads goes on from the record, and is not tokenised again."""
-        body = msgspec.json.decode(await request.read(), type=TextRequest)
+        body = await self._body(request, TextRequest)
         return await self._send(request, body, self._complete(request, body))
 
     async def _complete(self, request: web.Request, body: TextRequest) -> dict[str, Any]:
@@ -340,6 +353,8 @@ def _error(bad: Exception) -> tuple[int, dict[str, Any]]:
     match bad:
         case Refused():
             status, code = bad.status, bad.code
+        case msgspec.ValidationError():
+            bad, status, code = ValueError(f"{bad}; {REFUSED}"), 400, None
         case UsageError() | msgspec.MsgspecError() | ValueError() | TypeError() | RecursionError() | TemplateError():
             status, code = 400, None
         case SlimebusError() | Unfinished():

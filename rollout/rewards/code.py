@@ -1,12 +1,13 @@
 """1 when the program in a response passes its tests, else 0. It runs in namespaces of its own (Linux), by util-linux's `unshare`.
 
-It sees the interpreter and its packages, 64 MiB of /tmp, no network and no other process; it has SECONDS, 1 GiB of memory a process,
-32 processes, 32 MiB a file and MAX_OUTPUT bytes of output. A program that is slower is wrong, also where all its cases together take longer
-than MOST_OF_TIMEOUT of rollout.reward_timeout_s. The program is the last ``` block. The label is Python that is run behind it,
-in the same process, and raises when a test fails; or a list of `{"input": ..., "output": ...}` (also as JSON), standard input and what it
-must print, spaces at ends of lines aside.
+It sees the interpreter and its packages, 64 MiB of /tmp, no network and no other process; it has SECONDS, MAX_MEMORY for all its processes
+together, at most 32 of them, 32 MiB a file and MAX_OUTPUT bytes of output. A program that takes more is wrong, also where all its cases
+together take longer than MOST_OF_TIMEOUT of rollout.reward_timeout_s. The program is the last ``` block. The label is Python that is run
+behind it, in the same process, and raises when a test fails; or a list of `{"input": ..., "output": ...}` (also as JSON), standard input
+and what it must print, spaces at ends of lines aside.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -14,7 +15,9 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +27,9 @@ from rollout.samples.response import Response
 
 SECONDS = 10
 """Of each run."""
-MAX_OUTPUT = 1 << 20
+MAX_OUTPUT, MAX_MEMORY = 1 << 20, 1 << 30
+LOOK_S = 0.1
+"""How often the memory of a program is looked at."""
 MOST_OF_TIMEOUT = 0.75
 SANDBOX = Path(__file__).parent / "sandbox.sh"
 NAMESPACES = ["--mount", "--pid", "--fork", "--kill-child", "--net", "--ipc", "--uts"]
@@ -107,8 +112,36 @@ def run(program: str, stdin: str = "", seconds: int = SECONDS) -> tuple[int, str
         words: list[str | Path] = ["unshare", *own_user, *NAMESPACES, *sandbox]
         with subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE, stderr=errors) as process:
             assert process.stdout is not None
+            threading.Thread(target=_watch, args=[process], daemon=True).start()
             out = process.stdout.read(MAX_OUTPUT)
             if len(out) == MAX_OUTPUT:
                 process.kill()
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
         return process.returncode, out.decode(errors="replace"), errors.read().decode(errors="replace")
+
+
+def _watch(process: "subprocess.Popen[bytes]") -> None:
+    """Kill it when what all its processes hold gets too much."""
+    while process.poll() is None:
+        time.sleep(LOOK_S)
+        if sum(map(_held_bytes, _below(process.pid))) > MAX_MEMORY:
+            process.kill()
+
+
+def _below(pid: int) -> Iterator[int]:
+    """The processes that this one began, and theirs."""
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended
+            for child in map(int, listed.read_text().split()):
+                yield child
+                yield from _below(child)
+
+
+def _held_bytes(pid: int) -> int:
+    """The memory of a process, its share of what it has in common with others; and its files in memory (memfd_create)."""
+    held = 0
+    with contextlib.suppress(OSError):
+        held += 1024 * int(re.findall(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)[0])
+        files = (file for file in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(file).startswith("/memfd:"))
+        held += sum(512 * file.stat().st_blocks for file in files)
+    return held

@@ -17,8 +17,10 @@ from typing import Any
 
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import LeasedGroup
+from slimebus.config import Resolved
 from slimebus.process import hooks
 from slimebus.process.hooks import text_of, user_line
+from slimebus.process.process_guard import can_hide
 
 CANCEL_S = 6.0
 """How long a cancelled plug-in may clean up; then it is left behind."""
@@ -27,6 +29,8 @@ LEASED: ContextVar[LeasedGroup | None] = ContextVar("leased", default=None)
 """The group that a task works for, and all tasks that it begins."""
 CALLED: ContextVar[str] = ContextVar("called", default="")
 """The same of the plug-in."""
+HIDDEN: ContextVar[tuple[Path, ...]] = ContextVar("hidden", default=())
+"""Folders that programs of agents and tools do not see."""
 
 
 class PluginError(HookError):
@@ -146,6 +150,13 @@ def called_in(loop: asyncio.AbstractEventLoop) -> tuple[str, LeasedGroup | None]
     """The plug-in that a loop, which may be another thread's, is in, and the group that this is for; of neither may be known."""
     task = asyncio.current_task(loop)
     return (task.context.get(CALLED, ""), task.context.get(LEASED)) if isinstance(task, ContainedTask) else ("", None)
+
+
+def hide_from_programs(resolved: Resolved) -> None:
+    """What this task begins from now on starts programs that see neither the run's folder nor its keys, where the kernel lets us."""
+    given, needed = [resolved.run_dir, *filter(None, [resolved.keys_path])], (resolved.base.resolve(), Path.cwd())
+    folders = [(place if place.is_dir() else place.parent).resolve() for place in given if place.exists()]
+    HIDDEN.set(tuple(one for one in folders if can_hide() and not any(place.is_relative_to(one) for place in needed)))
 
 
 async def _contained(work: Awaitable[Any]) -> Any:

@@ -7,8 +7,9 @@
 What the engine is given is the record itself, and what it makes is kept as it came: nothing that was sampled is tokenised again. Chat
 messages are turned into tokens only where they are new, behind what is there (rollout/samples/tokenizer.py:encode_turn).
 
-One session is one trajectory: one of a group's n attempts. It is one sample, unless it is branched, or goes on with a context that does
-not begin with the record (compacted, or with another system prompt): then the record so far is a sample, and another one begins.
+One session is one trajectory: one of a group's n attempts. It is one sample, unless it is branched, or goes on with a context that begins
+with no record of it (compacted, or with another system prompt): then the record so far is a sample, and another one begins. Each of them
+may go on later: an agent and its sub-agent that speak in turns make two samples.
 """
 
 import copy
@@ -35,7 +36,7 @@ KEPT = ("prompt_ids", "token_ids", "logprobs", "versions", "loss_mask", "text", 
 """The fields that a response has from its record as they are."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Record:
     """One sample in the making: [P] prompt tokens and [R] after them. messages: what they say, the first num_rendered of them in tokens.
 
@@ -45,6 +46,7 @@ class _Record:
 
     prompt_ids: np.ndarray
     messages: Messages
+    tools: Messages | None = None
     num_rendered: int = 0
     token_ids: np.ndarray = field(default_factory=lambda: NONE)
     logprobs: np.ndarray = field(default_factory=lambda: NONE.astype(np.float32))
@@ -67,6 +69,11 @@ class _Record:
         self.loss_mask = np.concatenate([self.loss_mask, np.full(len(ids), is_trained, np.uint8)])
         self.versions = joined(self.versions, versions)
         self.is_made, self.end = self.is_made or is_trained, None
+
+    def begins(self, context: Messages, tools: Messages | None) -> bool:
+        """Whether this context, with these tools, goes on from it."""
+        known = self.messages
+        return bool(known) and tools == self.tools and len(context) >= len(known) and all(map(_is_same, known, context))
 
     def branched(self) -> "_Record":
         """The same tokens as context: none of them is trained here."""
@@ -103,7 +110,7 @@ class Session:
         self.metadata: dict[str, Scalar] = {}
         self.tools: Messages | None = tools if isinstance(tools, list) and tools else None
         messages = [dict(message) for message in task.prompt] if isinstance(task.prompt, list) else []
-        self._record = _Record(np.array(task.prompt_ids), messages, len(messages))
+        self._record = _Record(np.array(task.prompt_ids), messages, self.tools, len(messages))
         self._closed: list[_Record] = []
 
     # --- what is there ---
@@ -134,7 +141,8 @@ class Session:
         """Sample a turn: a Response with its text, token_ids [R], logprobs, versions and finish_reason (stop, or length where it was cut).
 
         context: all that the policy is to see, as an OpenAI client would send it, or token ids; None: the record as it is. What goes
-        beyond the record is added; a context that does not begin with the record begins another sample of this trajectory.
+        beyond the record is added; one that begins with an earlier record goes on from that, and one that begins with none begins another
+        sample of this trajectory.
         sampling: in SGLang's names, over those of the run, such as max_new_tokens and stop. Where there is no room for a token the turn has
         none, finish_reason length and as prompt_ids all that the policy was to see; what did not fit is not recorded.
         """
@@ -275,15 +283,16 @@ class Session:
 
     def _follow(self, context: Context | None, tools: Messages | None) -> None:
         """Bring the record to this context. tools: None for those it has, [] for none."""
-        record, wanted = self._record, self.tools if tools is None else tools or None
-        has_other_tools = wanted != self.tools
+        wanted = self.tools if tools is None else tools or None
         if context is None:
-            context = record.messages if has_other_tools else []
+            context = self._record.messages if wanted != self.tools else []
             if not context:
                 return
         if _is_messages(context):
-            known, given = record.messages, [dict(message) for message in context]
-            if known and not has_other_tools and len(given) >= len(known) and all(map(_is_same, known, given)):
+            given = [dict(message) for message in context]
+            if found := max((one for one in (self._record, *self._closed) if one.begins(given, wanted)), key=_num_messages, default=None):
+                self._go_on_from(found)
+                known = self._record.messages
                 num_known = len(known)
                 known.extend(given[num_known:])
                 try:
@@ -294,20 +303,28 @@ class Session:
                 return
             prompt_ids = self.tokenizer.encode_prompt(given, *([wanted] if wanted else []))
             self.tools = wanted  # not before: the template may refuse it all
-            self._begin(prompt_ids, given)
+            self._change_record(_Record(prompt_ids, given, wanted, len(given)))
             return
         self._render()
         ids, held = token_ids("context", context), self.token_ids
         if np.array_equal(ids[: len(held)], held):
             self.observe(ids[len(held) :])
         else:
-            self._begin(ids, [])
+            self._change_record(_Record(ids, [], self.tools))
 
-    def _begin(self, prompt_ids: np.ndarray, messages: Messages) -> None:
+    def _go_on_from(self, record: _Record) -> None:
+        """With an earlier record; that one stays as it was in snapshots."""
+        if record is not self._record:
+            self._closed = [one for one in self._closed if one is not record]
+            self._change_record(replace(record, messages=list(record.messages)))
+            self.tools = record.tools
+
+    def _change_record(self, record: _Record) -> None:
         """Go on with another record; the one so far is a sample, where anything was made in it."""
         if self._record.is_made:
             self._closed.append(self._record)
-        self._record = _Record(prompt_ids, messages, len(messages), num_turns=self._record.num_turns)
+        record.num_turns = self._record.num_turns
+        self._record = record
 
     def _render(self) -> None:
         """The messages that are new become tokens behind the others."""
@@ -331,6 +348,10 @@ def without_stop(text: str, response: Response) -> str:
     stop = response.task.sampling.get("stop") or []
     found = [text.find(one) for one in ([stop] if isinstance(stop, str) else stop)] if response.finish_reason == "stop" else []
     return text[: min((at for at in found if at >= 0), default=len(text))]
+
+
+def _num_messages(record: _Record) -> int:
+    return len(record.messages)
 
 
 def _is_messages(what: Any) -> TypeGuard[Messages]:

@@ -9,12 +9,12 @@ import numpy as np
 
 from rollout.samples.generate_hook import GenerateHook, instance_of, method_of
 from rollout.samples.plugins import Plugin, PluginError
-from rollout.samples.response import reward_number
+from rollout.samples.response import Task, reward_number
 from slimebus.bus.errors import HookError
 from slimebus.bus.samples import Sample, decode_group, encode_group
 from slimebus.process.hooks import check_takes, text_of
 
-METHODS = {"after_generate": "response", "is_trained": "sample", "on_group": "samples is_kept dataset", "log": "", "evaluate": "session"}
+METHODS = {"after_generate": "response", "is_trained": "sample", "on_group": "samples is_kept task", "log": "", "evaluate": "session"}
 """The methods that it may have, and what each is called with."""
 SIMILAR = 0.75
 """From 0 to 1, of difflib: what is so near to one of these names, or to setup and teardown, is taken for it misspelt."""
@@ -43,16 +43,16 @@ class WorkerHooks:
         self.life = GenerateHook.of(name, instance, "")
         """Its `setup` and `teardown`."""
 
-    async def after_reward(self, samples: list[Sample], *, is_kept: bool, dataset: str) -> None:
-        """Take samples out of the loss, and show it the group; it gets copies. dataset: of an evaluation, else empty."""
+    async def after_reward(self, samples: list[Sample], task: Task, *, is_kept: bool) -> None:
+        """Take samples out of the loss, and show it the group; it gets copies. task: of its first sample."""
         copies = decode_group(encode_group(samples))
-        for sample, copy in zip(samples, copies, strict=True) if "is_trained" in self._plugins and not dataset else ():
+        for sample, copy in zip(samples, copies, strict=True) if "is_trained" in self._plugins and not task.dataset else ():
             answer = await self.call("is_trained", copy)
             if not isinstance(answer, bool | np.bool_):
                 raise PluginError(f"{self._plugins['is_trained'].name} gave {text_of(answer)}", "expected True or False")
             if not answer:
                 sample.loss_mask[:] = 0
-        await self.call("on_group", copies, is_kept, dataset)
+        await self.call("on_group", copies, is_kept, task)
         given = await self.call("log")
         try:
             self.numbers = _numbers({} if given is None else dict(given))

@@ -141,7 +141,7 @@ class GroupMaker:
         samples = self._samples(made)
         is_kept = leased.kind != "train" or await self._is_kept(samples)
         if self.hooks is not None:
-            await self.hooks.after_reward(samples, is_kept=is_kept, dataset=leased.dataset)
+            await self.hooks.after_reward(samples, tasks[0], is_kept=is_kept)
         if not is_kept:
             raise Dropped("filtered", sum(len(sample.tokens) for sample in samples), [sample.reward for sample in samples])
         return samples

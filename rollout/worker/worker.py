@@ -16,7 +16,7 @@ import uvloop
 
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
-from rollout.samples.plugins import called_in, contain_exits
+from rollout.samples.plugins import called_in, contain_exits, hide_from_programs
 from rollout.samples.tokenizer import Tokenizer
 from rollout.weights.sync import WeightRelay, WeightSync
 from rollout.worker.attempts import Attempts, without_samples
@@ -141,6 +141,7 @@ class Worker:
     async def run(self, welcome: Welcome, tokenizer: Tokenizer) -> None:
         """Serve until the broker says the run is finished, or stop() is called. Raises what made it fail."""
         contain_exits(self._loop)
+        hide_from_programs(self.resolved)
         offered, longest = self.engines if self.has_engines else None, context_length(self.resolved.model_dir)
         size = self.engines.vocab_size
         maker = GroupMaker(self.config, self.resolved.base, tokenizer, offered, vocab_size=size, max_context_len=longest)

@@ -17,18 +17,41 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1
 KILLED_BY = 128
 GUARD_PATH = __file__
 """To run it by path."""
+NAMESPACES = ["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+HIDE = """
+while [ "$1" != -- ]; do mount -t tmpfs -o ro,size=4k tmpfs "$1" || exit 1; shift; done
+shift
+setpriv --ambient-caps=-all --bounding-set=-all,+chown,+dac_override,+fowner,+kill,+setgid,+setuid "$@"
+exit $?
+"""
+"""FOLDER... -- COMMAND, of a shell in NAMESPACES, where it is process 1, which a signal to the group does not end: an empty folder hides
+each; the command runs without what it takes to remove that."""
 
 
-def guarded(command: Sequence[str]) -> list[str]:
-    """The command under a guard: it ends with all that it started when the guard is told to, and when this process ends, killed or not."""
-    return [sys.executable, GUARD_PATH, str(os.getpid()), *command]
+def guarded(command: Sequence[str], hidden: Iterable[Path] = ()) -> list[str]:
+    """The command under a guard: it ends with all that it started when the guard is told to, and when this process ends, killed or not.
+
+    hidden: folders that are empty for it, as are other processes then; only where `can_hide`.
+    """
+    folders = [str(folder.resolve()) for folder in hidden]
+    own_user = [] if os.geteuid() == 0 else ["--user", "--map-current-user", "--keep-caps"]
+    unshare = ["unshare", *own_user, *NAMESPACES, "sh", "-c", HIDE, "sh", *folders, "--"]
+    return [sys.executable, GUARD_PATH, str(os.getpid()), *(unshare if folders else []), *command]
+
+
+def can_hide() -> bool:
+    """Whether this kernel lets us make namespaces: as root with CAP_SYS_ADMIN, or where users may."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(guarded(["true"], [Path("/tmp")]), stderr=subprocess.DEVNULL, check=False).returncode == 0
+    return False
 
 
 def main(parent_pid: int, command: list[str]) -> int:

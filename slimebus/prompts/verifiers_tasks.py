@@ -31,10 +31,11 @@ def is_tasks(path: Path, environment: str) -> bool:
     return bool(environment) and path.name == FILE and not path.exists()
 
 
-def load(name: str, base: Path) -> tuple[Any, Any]:
-    """The module verifiers.v1, and its config of the environment of this name: a package, or a TOML file with verifiers' `[env]` table.
+def load(name: str, base: Path) -> tuple[Any, Any, Any]:
+    """The module verifiers.v1, its config of the environment of this name, and of which tasks of it.
 
-    Both are also found in `base`, the folder of the run.yaml. Raises ConfigError with the remedy.
+    A package, or a TOML file with verifiers' tables `[env]` and `[select]`; both are also found in `base`, the folder of the run.yaml.
+    Raises ConfigError with the remedy.
     """
     from importlib.metadata import distributions
 
@@ -45,7 +46,7 @@ def load(name: str, base: Path) -> tuple[Any, Any]:
     try:
         verifiers = importlib.import_module("verifiers.v1")
         tree = tomllib.loads((base / name).read_text()) if name.endswith(".toml") else {"env": {"taskset": {"id": name}}}
-        return verifiers, verifiers.resolve_env_config(tree["env"])
+        return verifiers, verifiers.resolve_env_config(tree["env"]), verifiers.SelectConfig(**tree.get("select", {}))
     except ModuleNotFoundError as bad:  # verifiers' own text says that the package must be installed, and names none that it imports
         missing = getattr(bad.__cause__ or bad, "name", name)
         raise ConfigError(f"environment {name} cannot be loaded: there is no module {missing}; {NEEDED}") from bad
@@ -53,11 +54,11 @@ def load(name: str, base: Path) -> tuple[Any, Any]:
         raise ConfigError(f"environment {name} cannot be loaded: {type(bad).__name__}: {text_of(bad)}") from bad
 
 
-def tasks_of(taskset: Any) -> dict[str, Any]:
-    """The tasks (`verifiers.v1.Task`) of a taskset by key, in their order. Raises ConfigError where they have no end."""
-    if not taskset.bounded:
-        raise ConfigError("rollout.environment: its tasks have no end, and prompts are numbered; use a taskset with an end")
-    return {task.key: task for task in taskset}
+def tasks_of(taskset: Any, select: Any) -> dict[str, Any]:
+    """The tasks (`verifiers.v1.Task`) that are selected of a taskset by key, in their order. Raises ConfigError where they have no end."""
+    if not (selected := taskset.select(select)).bounded:
+        raise ConfigError("rollout.environment: its tasks have no end; name a TOML file that has a `limit` of them under [select]")
+    return {task.key: task for task in selected}
 
 
 def messages_of(data: Any) -> list[dict[str, Any]]:
@@ -69,9 +70,9 @@ def messages_of(data: Any) -> list[dict[str, Any]]:
 
 def write_tasks(base: Path, keys: "PromptKeys", target: IO[bytes]) -> None:
     """Write a line of JSON for each task: its messages, and its key in the metadata. Raises ConfigError."""
-    verifiers, config = load(keys.environment, base)
+    verifiers, config, select = load(keys.environment, base)
     try:
-        for key, task in tasks_of(verifiers.load_taskset(config.taskset)).items():
+        for key, task in tasks_of(verifiers.load_taskset(config.taskset), select).items():
             prompt = messages_of(task.data) or [{"role": "user", "content": task.data.name or key}]  # some have another agent ask
             target.write(msgspec.json.encode({keys.prompt: prompt, keys.metadata: {TASK: key}}) + b"\n")
     except ConfigError:

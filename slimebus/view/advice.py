@@ -108,6 +108,8 @@ def _on_waste(run: RunShares) -> str:
     shares |= {reason: groups / trained for reason, groups in run.unused.items()}
     worst = max(shares, key=lambda reason: shares[reason], default="")
     if not worst or shares[worst] < 0.01:
+        if (all_of_it := wasted / max(1.0, run.tokens + wasted)) >= 0.01:
+            return f"{all_of_it:.0%} of the sampled tokens were wasted, for {len(run.wasted)} reasons: the status lists them."
         return "Less than 1% of what was sampled was wasted."
     what = "trained groups gave no gradient" if worst in run.unused else "sampled tokens were wasted"
     remedy = next((text for part, text in REMEDIES.items() if part in worst), "the status lists the reasons")

@@ -11,7 +11,8 @@ from bench_row import Row
 from rich.console import Console
 from rich.table import Table
 
-AREAS = ("broker", "e2e", "rollout", "seeing", "trainer", "weights")
+sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
+AREAS = ("broker", "connections", "e2e", "rollout", "seeing", "trainer", "weights")
 COLUMNS = ("name", "value", "unit", "reference", "ratio", "goal")
 
 

@@ -6,22 +6,21 @@ both sides. Rows against TRL are medians over the seeds; `spread` rows have the 
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import trl_baseline
+from bench_process import measured
 from bench_row import Row, row
+from slimebus_command import ROOT
 
-from slimebus.bus.errors import SlimebusError
 from slimebus.view import report
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "configs" / "quickstart"))
 
-GOAL = 0.90
 STEPS, QUICK_STEPS = 120, 30
 TRL_STEPS, QUICK_TRL_STEPS = 40, 10
 SEEDS = (0, 1, 2)
@@ -55,29 +54,15 @@ def _learn(run_dir: Path, warm: Path, eta: int, steps: int, seed: int = 0) -> re
 
 
 def _trl(warm: Path, data: Path, steps: int, seed: int) -> dict[str, Any]:
-    options = {"--model": warm, "--data": data, "--steps": steps, "--seed": seed}
-    command = [sys.executable, Path(__file__).with_name("trl_baseline.py"), *(part for option in options.items() for part in option)]
-    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SlimebusError(f"tests/bench/trl_baseline.py ended with code {done.returncode} (see above); nothing to compare with")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return measured("trl_baseline.py", json.dumps({"model": str(warm), "data": str(data), "steps": steps, "seed": seed}))
 
 
 def time_to_goal(found: report.Report) -> float | None:
-    """Seconds of training until held-out accuracy reached GOAL; None if it never did."""
+    """Seconds of training until held-out accuracy reached 0.90; None if it never did."""
     start = found.steps[0]["time"] - found.steps[0]["elapsed_s"]
     times = [0.0, *(r["time"] - start for r in found.steps)]
-    before = (0.0, 0.0)
-    for r in found.evaluations("heldout"):
-        version, accuracy = r["version"], r["mean_reward"]
-        if accuracy >= GOAL:
-            share = (GOAL - before[1]) / (accuracy - before[1]) if accuracy > before[1] else 1.0
-            place = before[0] + share * (version - before[0])
-            whole = min(int(place), len(times) - 2)
-            return times[whole] + (place - whole) * (times[whole + 1] - times[whole])
-        before = (float(version), accuracy)
-    return None
+    curve = [(r["version"], times[min(r["version"], len(times) - 1)], r["mean_reward"]) for r in found.evaluations("heldout")]
+    return trl_baseline.time_to_goal(curve)
 
 
 def samples_per_s(found: report.Report) -> float:

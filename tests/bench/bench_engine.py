@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from bench_row import Row, absent, row
+from slimebus_command import ROOT
+from tiny_model import save_served
 
 from rollout.engines.backends import embedded_engine
 from rollout.engines.sglang.client import EngineClient
 from rollout.engines.sglang.process import EngineProcess
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "fixtures"))
 
 VOCAB_SIZE = 512
 NUM_MIXED = 16
@@ -46,8 +44,6 @@ def served(
     start: Callable[[Path, Path], EngineProcess] = embedded_engine, timeout_s: float = 120.0
 ) -> Iterator[tuple[Path, EngineProcess]]:
     """The model's directory and an engine on it."""
-    from tiny_model import save_served
-
     with tempfile.TemporaryDirectory(prefix="bench-engine-") as folder:
         path = Path(folder) / "model"
         save_served(path)

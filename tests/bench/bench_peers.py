@@ -1,4 +1,4 @@
-"""The broker beside TransferQueue and Redis streams: the same groups, as many in flight, at the same durability, in turns.
+"""The broker beside TransferQueue, Redis streams and NATS JetStream: the same groups, as many in flight, at the same durability, in turns.
 
 Memory is private memory with the groups of one turn held. Where a peer cannot be installed its rows say so.
 """
@@ -12,30 +12,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench_process import BrokerProcess, measured, private_mib, script
-from bench_redis import RedisProcess
 from bench_row import Row, absent, row
+from bench_streams import CHUNK_GROUPS, StreamServer
 
 Round = dict[str, float]
-CHUNK_GROUPS = 16
 
 
-def rows(folder: Path, prompts: Path, turns: int, groups: int, *, quick: bool) -> list[Row]:
+def rows(folder: Path, turns: int, groups: int, *, quick: bool) -> list[Row]:
     """Every peer; quick leaves out TransferQueue, which takes half a minute to start, and Redis without fsync."""
+    streams = [("vs_redis", "redis", "fsync", ""), ("vs_jetstream", "jetstream", "fsync", "_puts"), ("vs_redis_os", "redis", "os", "")]
     if quick:
         left_out = [absent(name, "not measured by --quick") for name in ("vs_transferqueue", "vs_redis_os")]
-        return [*redis_rows(folder, prompts, turns, groups, "fsync", "vs_redis"), *left_out]
-    made = transferqueue_rows(folder, prompts, min(3, turns), groups)
-    for durability, name in (("fsync", "vs_redis"), ("os", "vs_redis_os")):
-        made += redis_rows(folder, prompts, turns, groups, durability, name)
-    return made
+        return [*(made for stream in streams[:2] for made in stream_rows(folder, turns, groups, *stream)), *left_out]
+    return [
+        *transferqueue_rows(folder, min(3, turns), groups),
+        *(made for stream in streams for made in stream_rows(folder, turns, groups, *stream)),
+    ]
 
 
-def compare(name: str, turns: int, ours: Callable[[], Round], theirs: Callable[[], Round]) -> list[Row]:
+def compare(name: str, turns: int, ours: Callable[[], Round], theirs: Callable[[], Round], puts: str = "") -> list[Row]:
     """Medians of both, taken in turns after one that does not count. Above 1 we are ahead, of latency and memory too."""
     rounds: list[tuple[Round, Round]] = [(ours(), theirs()) for _ in range(turns + 1)][1:]
     made = []
     for key, suffix, unit in (
-        ("puts_per_s", "", "puts/s"),
+        ("puts_per_s", puts, "puts/s"),
         ("gets_per_s", "_gets", "gets/s"),
         ("p99_ms", "_put_p99", "ms"),
         ("memory_mib", "_memory", "MiB"),
@@ -99,13 +99,13 @@ class TransferQueue:
             self.process.wait()
 
 
-def transferqueue_rows(folder: Path, prompts: Path, turns: int, groups: int) -> list[Row]:
+def transferqueue_rows(folder: Path, turns: int, groups: int) -> list[Row]:
     """A broker in memory beside TransferQueue's simple backend, 8 puts in flight each."""
     try:
         peer = TransferQueue()
     except RuntimeError as why:
         return [absent("vs_transferqueue", str(why))]
-    broker = BrokerProcess(folder / "transferqueue", "memory", prompts=prompts).train()
+    broker = BrokerProcess(folder / "transferqueue", "memory").train()
     try:
         return compare("vs_transferqueue", turns, lambda: our_round(broker, groups, 1), lambda: peer.round(groups))
     finally:
@@ -113,27 +113,27 @@ def transferqueue_rows(folder: Path, prompts: Path, turns: int, groups: int) -> 
         peer.close()
 
 
-# --- Redis ---
+# --- Redis, JetStream ---
 
 
-def redis_rows(folder: Path, prompts: Path, turns: int, groups: int, durability: str, name: str) -> list[Row]:
-    """A broker beside Redis streams of the same durability, 32 puts in flight each."""
-    files = folder / f"redis-{durability}"
+def stream_rows(folder: Path, turns: int, groups: int, name: str, peer: str, durability: str, puts: str) -> list[Row]:
+    """A broker beside a server of streams of the same durability, 32 puts in flight each."""
+    files = folder / f"{peer}-{durability}"
     files.mkdir()
     try:
-        peer = RedisProcess(files, durability)
-    except FileNotFoundError as why:
-        return [absent(name, f"{why}: apt-get install redis-server")]
-    broker = BrokerProcess(folder / f"beside-redis-{durability}", durability, prompts=prompts).train()
+        server = StreamServer(peer, files, durability)
+    except RuntimeError as why:
+        return [absent(f"{name}{suffix}", str(why)) for suffix in dict.fromkeys((puts, "_gets"))]
+    broker = BrokerProcess(folder / f"beside-{peer}-{durability}", durability).train()
     try:
-        return compare(name, turns, lambda: our_round(broker, groups, 4), lambda: _redis_round(peer, groups))
+        return compare(name, turns, lambda: our_round(broker, groups, 4), lambda: _stream_round(server, groups), puts)
     finally:
         broker.close()
-        peer.close()
+        server.close()
 
 
-def _redis_round(peer: RedisProcess, groups: int) -> Round:
-    put = measured("bench_redis.py", json.dumps({"kind": "put", "port": peer.port, "groups": groups, "workers": 4, "window": 8}))
-    memory = private_mib(peer.process.pid)
-    got = measured("bench_redis.py", json.dumps({"kind": "get", "port": peer.port, "groups": groups}))
-    return {**put, **got, "memory_mib": memory}
+def _stream_round(server: StreamServer, groups: int) -> Round:
+    spec = {"peer": server.peer, "port": server.port, "groups": groups, "workers": 4, "window": 8}
+    put = measured("bench_streams.py", json.dumps({**spec, "kind": "put"}))
+    memory = private_mib(server.process.pid)
+    return {**put, **measured("bench_streams.py", json.dumps({**spec, "kind": "get"})), "memory_mib": memory}

@@ -7,8 +7,6 @@ in use, as in the quick start, steps/s fall by no more than CPU seconds a step r
 import contextlib
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,20 +15,22 @@ from typing import Any
 
 import quickstart_run
 import simulate_accuracy
-from bench_process import ENVIRONMENT, ROOT, BrokerProcess, script, write_prompts
+from bench_process import BrokerProcess, Crowd
 from bench_row import Row, absent, row, within
+from browser import Browser, find_chromium
+from waiting import wait_until
 
 from broker.simulate.simulated_run import simulate
 from broker.simulate.workload import Workload
 from slimebus.view.report import page_url
 
-sys.path.insert(0, str(ROOT / "tests" / "fixtures"))
-
-PAIRS, COST_STEPS = 4, 60
+PAIRS, COST_STEPS = 2, 50
+PREDICTED = (0, 1, 4, 6, 9)
+"""Of simulate_accuracy.CONFIGURATIONS: the others would take six minutes more."""
 UNSEEN = {"broker.http": "", "trainer.tensorboard": False}
 STILL = {"optimizer.lr": 0.0, "optimizer.min_lr": 0.0, "rollout.rollout_temperature": 1.0}
 """A model that does not learn gives every step the same work."""
-WORKERS, PAGE_STEPS, LOADS, LOOK_S = 1_000, 10_000, 5, 20.0
+WORKERS, PAGE_STEPS, LOADS, UPDATES = 1_000, 10_000, 5, 10
 MESSAGES = 60_000
 
 
@@ -42,7 +42,7 @@ def rows(quick: bool) -> list[Row]:
         found = predicted(folder, quick)
         return [
             *cost_rows(folder, 1 if quick else PAIRS, 30 if quick else COST_STEPS),
-            *broker_rows(folder, 2 if quick else 6, MESSAGES // (4 if quick else 1)),
+            *broker_rows(folder, 2 if quick else 4, MESSAGES // (4 if quick else 1)),
             *size_rows(100 if quick else 1_000),
             *found,
             *page_rows(folder),
@@ -84,12 +84,12 @@ def cost_rows(folder: Path, pairs: int, steps: int) -> list[Row]:
 
 def broker_rows(folder: Path, pairs: int, messages: int) -> list[Row]:
     """CPU time of the broker for a lease or a heartbeat, with its page open beside it against no page."""
-    broker = BrokerProcess(folder / "seen", "memory", prompts=write_prompts(folder / "prompts.jsonl", 100_000), core=0).train()
+    broker = BrokerProcess(folder / "seen", "memory", core=0).train()
 
     def measure() -> float:
-        before = quickstart_run.cpu_s(broker.process.pid)
+        before = broker.cpu_s()
         done = broker.load(kind="control", workers=16, window=16, messages=messages, core=1)
-        return 1e6 * (quickstart_run.cpu_s(broker.process.pid) - before) / float(done["messages"])
+        return 1e6 * (broker.cpu_s() - before) / float(done["messages"])
 
     def measure_seen() -> float:
         with _page(broker):
@@ -106,17 +106,15 @@ def broker_rows(folder: Path, pairs: int, messages: int) -> list[Row]:
 @contextlib.contextmanager
 def _page(broker: BrokerProcess) -> Iterator[None]:
     """A page of this broker that somebody looks at and Prometheus reads."""
-    run_dir, file = broker.folder / "run", broker.folder / "page.log"
-    words = [sys.executable, "-m", "slimebus", "view", str(run_dir), "--broker", broker.address]
-    with file.open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log, env=ENVIRONMENT) as page:
-        try:
-            while "page: " not in file.read_text():
-                time.sleep(0.05)
-            (run_dir / "page.url").write_text(file.read_text().split("page: ")[1].split()[0])
-            with quickstart_run.looked_at(run_dir):
-                yield
-        finally:
-            page.kill()
+    file = broker.folder / "page.log"
+    page = broker.start_beside("-m", "slimebus", "view", str(broker.run_dir), "--broker", broker.address, log=file)
+    try:
+        wait_until("page", lambda: file.exists() and "page: " in file.read_text())
+        (broker.run_dir / "page.url").write_text(file.read_text().split("page: ")[-1].split()[0])
+        with quickstart_run.looked_at(broker.run_dir):
+            yield
+    finally:
+        page.kill()
 
 
 # --- the simulator ---
@@ -131,8 +129,8 @@ def size_rows(steps: int) -> list[Row]:
 
 def predicted(folder: Path, quick: bool) -> list[Row]:
     """The simulator against real runs."""
-    found = simulate_accuracy.predict(folder, 20, simulate_accuracy.CONFIGURATIONS[:3]) if quick else simulate_accuracy.predict(folder)
-    return simulate_accuracy.rows(found)
+    steps, numbers = (20, PREDICTED[:3]) if quick else (simulate_accuracy.STEPS, PREDICTED)
+    return simulate_accuracy.rows(simulate_accuracy.predict(folder, steps, [simulate_accuracy.CONFIGURATIONS[i] for i in numbers]))
 
 
 # --- the page ---
@@ -140,27 +138,21 @@ def predicted(folder: Path, quick: bool) -> list[Row]:
 
 def page_rows(folder: Path) -> list[Row]:
     """The page of a live broker with 1,000 workers and 10,000 steps on record, in Chromium."""
-    import browser
-
-    if not any(map(browser.shutil.which, browser.NAMES)):
+    if find_chromium() is None:
         return [absent(name, "no Chromium here") for name in ("page_first_paint_ms", "page_update_ms")]
     metrics = folder / "shown" / "run" / "metrics"
     metrics.mkdir(parents=True)
     (metrics / "broker.jsonl").write_text("".join(json.dumps(_step(step)) + "\n" for step in range(PAGE_STEPS)))
-    broker = BrokerProcess(folder / "shown", "memory", prompts=write_prompts(folder / "few.jsonl", 1_000), http="127.0.0.1:0").train()
-    spec = {"kind": "idle", "address": broker.address, "workers": WORKERS, "sockets": 10, "beat_s": 2.0, "lease_s": 11.0, "seconds": 600.0}
-    with subprocess.Popen(script("bench_load.py", json.dumps(spec)), stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as load:
-        try:
-            assert load.stdout is not None
-            assert json.loads(load.stdout.readline())["joined"] == WORKERS
-            tab = browser.Browser(folder / "chromium")
+    broker = BrokerProcess(folder / "shown", "memory", broker={"http": "127.0.0.1:0"}).train()
+    try:
+        with Crowd(broker, 1, workers=WORKERS, sockets=10, beat_s=2.0, lease_s=11.0, wait_s=10.0, seconds=600.0):
+            tab = Browser(folder / "chromium")
             try:
-                return _page_rows(tab, page_url(folder / "shown" / "run"))
+                return _page_rows(tab, page_url(broker.run_dir))
             finally:
                 tab.close()
-        finally:
-            load.kill()
-            broker.close()
+    finally:
+        broker.close()
 
 
 def _step(step: int) -> dict[str, Any]:
@@ -180,7 +172,7 @@ def _page_rows(tab: Any, url: str) -> list[Row]:
     tab.call("Performance.enable", timeDomain="threadTicks")
     tab.js("window.updates = []")
     before = _main_thread_s(tab)
-    time.sleep(LOOK_S)
+    tab.wait_for(f"window.updates.length >= {UPDATES}", 300.0)
     updates, spent_s = tab.js("window.updates.length"), _main_thread_s(tab) - before
     return [
         within("page_first_paint_ms", statistics.median(paints), "ms", "<=", 1_000),

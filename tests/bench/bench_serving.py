@@ -14,7 +14,8 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rollout.weights.sync import WeightSync
 from slimebus.config.schema import RunConfig
 from slimebus.weights.host.safetensors_file import WEIGHTS_FILE, write_file
 from slimebus.weights.store.server import WeightServer
-from slimebus.weights.store.version_store import VersionInfo, VersionStore
+from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import as_tensor
 
 STAGES = ("diff", "encode", "hash", "wire", "verify", "share", "load")
@@ -83,28 +84,25 @@ def make_model(directory: Path, config: dict[str, Any]) -> Tensors:
     return tensors
 
 
-async def serve(folder: Path, tensors: Tensors, versions: int) -> list[dict[str, float]]:
-    """Seconds of each stage, and in all, for each version after the first."""
-    engines = EnginePool(RunConfig(), folder / "model", folder, name="bench")
-    changed = asyncio.Event()
-    sync = WeightSync(engines, folder / "model", shm=str(folder), pull_timeout_s=DEADLINE_S, on_change=changed.set)
-    store = VersionStore()
-    server = WeightServer(store)
-    following = asyncio.create_task(sync.run())
+@asynccontextmanager
+async def followed(engines: EnginePool, model: Path, shm: str) -> AsyncIterator[Callable[[Tensors], Awaitable[dict[str, float]]]]:
+    """Started engines that follow a weight server: a function that publishes tensors and waits until they are served; seconds by stage."""
+    changed, store = asyncio.Event(), VersionStore()
+    sync = WeightSync(engines, model, shm=shm, pull_timeout_s=DEADLINE_S, on_change=changed.set)
+    server, following = WeightServer(store), asyncio.create_task(sync.run())
+
+    async def publish(tensors: Tensors) -> dict[str, float]:
+        started = time.perf_counter()
+        made = await asyncio.to_thread(store.publish, tensors)
+        changed.clear()
+        sync.announce(made.lineage, made.version, [server.endpoint], made.digest)
+        await asyncio.wait_for(changed.wait(), DEADLINE_S)
+        assert sync.serving == (made.lineage, made.version)
+        return {**made.stage_s, **sync.stage_s, "total": time.perf_counter() - started}
+
     try:
         await engines.start()
-        (folder / "model" / "model.safetensors").unlink()  # a model's size of memory that nobody needs any more
-        steps = change(tensors)
-        taken = []
-        for _ in range(versions + 1):
-            started = time.perf_counter()
-            made = await asyncio.to_thread(store.publish, tensors)
-            changed.clear()
-            sync.announce(made.lineage, made.version, [server.endpoint], made.digest)
-            await asyncio.wait_for(changed.wait(), DEADLINE_S)
-            taken.append(stages_of(made, sync, time.perf_counter() - started))
-            next(steps)
-        return taken[1:]
+        yield publish
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -113,10 +111,15 @@ async def serve(folder: Path, tensors: Tensors, versions: int) -> list[dict[str,
         server.close()
 
 
-def stages_of(made: VersionInfo, sync: WeightSync, total_s: float) -> dict[str, float]:
-    """Of one version, by the fields that trainer and worker report too."""
-    assert sync.serving == (made.lineage, made.version)
-    return {**made.stage_s, **sync.stage_s, "total": total_s}
+async def serve(folder: Path, tensors: Tensors, versions: int) -> list[dict[str, float]]:
+    """Seconds of each stage, and in all, for each version after the first."""
+    engines, steps, taken = EnginePool(RunConfig(), folder / "model", folder, name="bench"), change(tensors), []
+    async with followed(engines, folder / "model", str(folder)) as publish:
+        (folder / "model" / "model.safetensors").unlink()  # a model's size of memory that nobody needs any more
+        for _ in range(versions + 1):
+            taken.append(await publish(tensors))
+            next(steps)
+    return taken[1:]
 
 
 def change(tensors: Tensors) -> Iterator[None]:
@@ -139,10 +142,3 @@ def copy_s(tensors: Tensors) -> float:
             np.copyto(copies[name], tensor)
         times.append(time.perf_counter() - started)
     return min(times)
-
-
-if __name__ == "__main__":
-    import sys
-
-    for made in rows("--quick" in sys.argv):
-        print(made)

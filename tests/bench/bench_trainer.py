@@ -4,8 +4,6 @@ A real broker and `slimebus trainer` with one rank of one thread; samples are pu
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,17 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import zmq
-from bench_load import Peer
-from bench_process import ENVIRONMENT, measured, write_prompts
+import numpy as np
+from bench_process import ENVIRONMENT, BrokerProcess, measured
 from bench_row import Row, row, within
-from bench_trainer_samples import BUDGET, GROUPS, SAMPLES, SHAPE, made_group, step_tokens
+from waiting import wait_until
 
-from slimebus.bus import envelope
-from slimebus.bus.errors import SlimebusError
-from slimebus.bus.messages import Lease, LeaseReply, Put
-from slimebus.bus.samples import encode_group
-from slimebus.process.launch import free_port
+from slimebus.bus.messages import NO_VERSION, Lease, LeaseReply, Put
+from slimebus.bus.samples import Sample, encode_group
+from slimebus.bus.transport.client import Client
 
 STEPS, QUICK_STEPS = 30, 8
 ROUNDS, QUICK_ROUNDS = 9, 3
@@ -34,6 +29,16 @@ WARM = 3
 """Steps of the trainer that do not count: Adam's state is made, and samples come ahead of it."""
 DEADLINE_S = 600.0
 READY = "training from step"
+GROUPS, SAMPLES = 4, 8
+"""Groups of a step, samples of a group."""
+SHORTEST, LONGEST = 16, 512
+VOCABULARY = 2048
+BUDGET = 2048
+"""trainer.max_tokens_per_gpu."""
+SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.02,
+}  # fmt: skip
 
 
 def rows(quick: bool) -> list[Row]:
@@ -84,73 +89,60 @@ def write_model(folder: Path) -> Path:
 
 
 def run_trainer(scratch: Path, model: Path, steps: int) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds from the trainer's command until it is ready, and its records of that many steps."""
-    file, address = write_run(scratch, model, steps), f"tcp://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "slimebus"]
-    with (scratch / "broker.log").open("wb") as broker_log, (scratch / "trainer.log").open("wb") as trainer_log:
-        broker = subprocess.Popen([*command, "broker", str(file), "--bind", address], stderr=broker_log, env=ENVIRONMENT)
-        filler = threading.Thread(target=fill, args=(address, steps * GROUPS), daemon=True)
-        try:
-            started = time.perf_counter()
-            trainer = subprocess.Popen([*command, "trainer", str(file), "--broker", address], stderr=trainer_log, env=ENVIRONMENT)
-            try:
-                wait_for(trainer, lambda: READY in (scratch / "trainer.log").read_text())
-                start_s = time.perf_counter() - started
-                filler.start()
-                metrics = scratch / "run" / "metrics" / "trainer.jsonl"
-                wait_for(trainer, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= steps)
-                return start_s, [json.loads(line) for line in metrics.read_text().splitlines()[:steps]]
-            finally:
-                stop(trainer)
-        except SlimebusError as late:
-            raise SlimebusError(f"{late.text}; its log ends with:\n{(scratch / 'trainer.log').read_text()[-2000:]}") from None
-        finally:
-            stop(broker)
-
-
-def write_run(scratch: Path, model: Path, steps: int) -> Path:
-    """The run.yaml: one optimizer step a batch, a version each step, no checkpoint before the last."""
-    prompts, file = write_prompts(scratch / "prompts.jsonl", 1000), scratch / "run.yaml"
-    file.write_text(
-        f"name: bench\nrun_dir: {scratch / 'run'}\ndata: {{prompt_data: [{prompts}], rollout_shuffle: false}}\n"
-        f"model: {{hf_checkpoint: {model}}}\n"
-        f"rollout: {{rollout_batch_size: {GROUPS}, n_samples_per_prompt: {SAMPLES}, num_rollout: {steps + 1}}}\n"
-        "broker: {max_staleness: .inf, lease_s: 600, heartbeat_s: 30, buffer_capacity: 64}\noptimizer: {lr: 1.0e-5}\n"
-        f"trainer: {{max_tokens_per_gpu: {BUDGET}, save_interval: 0, tensorboard: false}}\n"
+    """Seconds from the trainer's command until it is ready, and its records of that many steps, one optimizer step each."""
+    broker = BrokerProcess(
+        scratch / "broker",
+        model={"hf_checkpoint": str(model)},
+        rollout={"rollout_batch_size": GROUPS, "n_samples_per_prompt": SAMPLES, "num_rollout": steps + 1},
+        broker={"buffer_capacity": 64},
+        optimizer={"lr": 1.0e-5},
+        trainer={"max_tokens_per_gpu": BUDGET, "save_interval": 0, "tensorboard": False},
     )
-    return file
+    log, metrics = scratch / "trainer.log", broker.run_dir / "metrics" / "trainer.jsonl"
+    filler = threading.Thread(target=fill, args=(broker.client("filler", "rollout"), steps * GROUPS), daemon=True)
+    try:
+        started = time.perf_counter()
+        trainer = broker.start_beside("-m", "slimebus", "trainer", str(broker.file), log=log)
+
+        def has(what: bool) -> bool:
+            assert trainer.poll() is None, f"the trainer ended: {log.read_text()[-2000:]}"
+            return what
+
+        wait_until("trainer", lambda: has(READY in log.read_text()), DEADLINE_S)
+        start_s = time.perf_counter() - started
+        filler.start()
+        wait_until(f"{steps} steps", lambda: has(metrics.exists() and metrics.read_text().count("\n") >= steps), DEADLINE_S, every_s=0.05)
+        return start_s, [json.loads(line) for line in metrics.read_text().splitlines()[:steps]]
+    finally:
+        broker.close()
 
 
-def fill(address: str, groups: int) -> None:
+def fill(worker: Client, groups: int) -> None:
     """A worker that has its samples ready: leases and puts until it has put so many groups."""
-    frames = [encode_group(made_group(index)) for index in range(GROUPS)]
-    worker = Peer(zmq.Context.instance(), address, "filler", role="rollout")
-    done = 0
+    frames, done = [encode_group(made_group(index)) for index in range(GROUPS)], 0
     while done < groups:
-        worker.send(Lease(want=GROUPS, wait_s=20.0, needs_weights=False))
-        reply = answer(worker)
-        assert isinstance(reply, LeaseReply), reply
-        for leased in reply.groups:
-            worker.send(Put(group=leased.group, lease=leased.lease, lineage=leased.lineage), frames[done % GROUPS])
-            answer(worker)
+        asked = worker.call(Lease(want=GROUPS, wait_s=20.0, needs_weights=False), timeout_s=60)
+        for leased in asked.expect(LeaseReply).groups:
+            worker.call(Put(group=leased.group, lease=leased.lease, lineage=leased.lineage), frames[done % GROUPS])
             done += 1
 
 
-def answer(peer: Peer) -> Any:
-    """The next message for it."""
-    return envelope.decode(peer.socket.recv_multipart()).message
+def made_group(index: int) -> list[Sample]:
+    """Group `index` of a step: lengths drawn evenly from SHORTEST to LONGEST, one token of prompt, rewards 0 and 1 by turns."""
+    draw = np.random.default_rng(index)
+    lengths = draw.integers(SHORTEST, LONGEST + 1, SAMPLES)
+    return [
+        Sample(
+            tokens=draw.integers(0, VOCABULARY, length).astype(np.int32),
+            loss_mask=(np.arange(length) > 0).astype(np.uint8),
+            rollout_logprobs=np.full(length, -np.log(VOCABULARY), np.float32),
+            versions=[(NO_VERSION, int(length))],
+            reward=float(place % 2),
+        )
+        for place, length in enumerate(lengths)
+    ]
 
 
-def wait_for(process: "subprocess.Popen[bytes]", is_true: Any) -> None:
-    """Return when it is true. Raises SlimebusError when the process ends first, or it takes too long."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_true():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SlimebusError("the trainer did not get there")
-        time.sleep(0.05)
-
-
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    """End it at once."""
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+def step_tokens() -> int:
+    """Tokens of all samples of a step."""
+    return sum(len(sample.tokens) for index in range(GROUPS) for sample in made_group(index))

@@ -5,15 +5,16 @@ bench_trainer_loop.py packing MODEL ROUNDS   {"packed" | "padded" | "sorted": re
 bench_trainer_loop.py passes MODEL ROUNDS    {"with" | "without": seconds of a step with the forward pass for old_logprobs, and without}
 """
 
+import functools
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
-from bench_trainer_samples import BUDGET, GROUPS, made_group
+from bench_row import median_of
+from bench_trainer import BUDGET, GROUPS, made_group
 
 from slimebus.bus.samples import Sample
 from slimebus.config import RunConfig
@@ -116,12 +117,10 @@ def packing(policy: Policy, rounds: int) -> dict[str, float]:
         "padded": [padded_row(samples)],
         "sorted": [padded_row(ordered[i : i + 4]) for i in range(0, len(ordered), 4)],
     }
-    taken: dict[str, list[float]] = {name: [] for name in rows}
-    for _ in range(1 + rounds):
-        for name, made in rows.items():
-            taken[name].append(seconds(lambda made=made: bare_step(policy, made), time.process_time))  # type: ignore[misc]
+    steps = {name: functools.partial(bare_step, policy, made) for name, made in rows.items()}
+    taken = median_of(rounds, {name: functools.partial(seconds, step, time.process_time) for name, step in steps.items()})
     real = sum(len(sample.tokens) for sample in samples)
-    return {name: real / median(times[1:]) for name, times in taken.items()} | row_counts()
+    return {name: real / step_s for name, step_s in taken.items()} | row_counts()
 
 
 def row_counts() -> dict[str, float]:
@@ -140,11 +139,13 @@ def row_counts() -> dict[str, float]:
 def passes(policy: Policy, rounds: int) -> dict[str, float]:
     """A training step with one optimizer step, and the same behind a forward pass for old_logprobs, in turn."""
     groups = [Group(str(index), made_group(index)) for index in range(GROUPS)]
-    taken: dict[str, list[float]] = {"without": [], "with": []}
-    for _ in range(1 + rounds):
-        taken["without"].append(seconds(lambda: policy.train(groups)))
-        taken["with"].append(seconds(lambda: (policy.logprobs(groups), policy.train(groups))))
-    return {name: median(times[1:]) for name, times in taken.items()}
+    return median_of(
+        rounds,
+        {
+            "without": lambda: seconds(lambda: policy.train(groups)),
+            "with": lambda: seconds(lambda: (policy.logprobs(groups), policy.train(groups))),
+        },
+    )
 
 
 def main() -> None:

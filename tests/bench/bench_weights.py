@@ -4,11 +4,11 @@ References: memcpy of the same bytes on one core; XOR of the bytes with zstd-1, 
 Versions come from float32 parameters under Adam-like updates, rounded to bfloat16, as a trainer publishes them.
 """
 
+import functools
 import hashlib
 import itertools
 import math
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -23,7 +23,8 @@ import bench_serving
 import msgspec
 import numpy as np
 import zstandard
-from bench_row import Row, row
+from bench_row import Row, median_of, row
+from slimebus_command import ENVIRONMENT
 
 from slimebus.security.allow_list import grant
 from slimebus.security.key_file import KeyPair, make_pair
@@ -160,13 +161,16 @@ def store_rows(num_values: int) -> list[Row]:
 def pull_rows(size_mib: int, turns: int = 5) -> list[Row]:
     """A full pull over loopback, verified, against a raw socket, without and with CURVE: medians of turns. Senders are other processes."""
     with (
-        RawSocket(size_mib) as raw,
-        Pull("--serve-weights", size_mib, None) as plain,
+        RawSocket("--serve-raw", size_mib) as raw,
+        Pull("--serve-weights", size_mib) as plain,
         Pull("--serve-encrypted", size_mib, make_pair()) as curve,
     ):
-        seconds = [[one() for one in (raw, plain, curve)] for _ in range(turns)]
-    raw_gbps, plain_gbps, curve_gbps = ((size_mib << 20) / 1e9 / statistics.median(each) for each in zip(*seconds, strict=True))
-    return [row("pull_ratio", plain_gbps, "GB/s", raw_gbps, ">= 0.8"), row("pull_curve_ratio", curve_gbps, "GB/s", raw_gbps, "")]
+        seconds = median_of(turns, {"raw": raw, "plain": plain, "curve": curve})
+    gbps = {name: (size_mib << 20) / 1e9 / taken_s for name, taken_s in seconds.items()}
+    return [
+        row("pull_ratio", gbps["plain"], "GB/s", gbps["raw"], ">= 0.8"),
+        row("pull_curve_ratio", gbps["curve"], "GB/s", gbps["raw"], ""),
+    ]
 
 
 class UsedMemory:
@@ -189,16 +193,30 @@ class UsedMemory:
     begin = end = touch = keep = check_room = discard_unfinished = _nothing
 
 
-class Pull:
-    """A weight server process, and its puller; each call pulls everything into memory used before, in so many seconds."""
+class Sender:
+    """A process that sends; each call receives everything, in so many seconds."""
 
     def __init__(self, what: str, size_mib: int, pair: KeyPair | None = None) -> None:
-        self._process, address = _serve(what, size_mib, *([pair.public] if pair else []))
-        self._puller = WeightPuller([address], pair=pair, host=UsedMemory())  # type: ignore[arg-type]
+        self.size_mib, self.pair = size_mib, pair
+        command = [sys.executable, __file__, what, str(size_mib), *([pair.public] if pair else [])]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().strip()
 
     def __enter__(self) -> Self:
-        self()
         return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Pull(Sender):
+    """A weight server, pulled into memory used before."""
+
+    @functools.cached_property
+    def _puller(self) -> WeightPuller:
+        return WeightPuller([self.address], pair=self.pair, host=UsedMemory())  # type: ignore[arg-type]
 
     def __call__(self) -> float:
         started = time.perf_counter()
@@ -207,31 +225,22 @@ class Pull:
 
     def __exit__(self, *error: object) -> None:
         self._puller.close()
-        self._process.kill()
-        self._process.wait()
+        super().__exit__()
 
 
-class RawSocket:
-    """A process that sends as many bytes over a plain socket; each call receives them, in so many seconds."""
+class RawSocket(Sender):
+    """As many bytes over a plain socket."""
 
-    def __init__(self, size_mib: int) -> None:
-        self._process, self._port = _serve("--serve-raw", size_mib)
-        self._buffer = np.ones(size_mib << 20, np.uint8).data
-
-    def __enter__(self) -> Self:
-        self()
-        return self
+    @functools.cached_property
+    def _buffer(self) -> memoryview:
+        return np.ones(self.size_mib << 20, np.uint8).data
 
     def __call__(self) -> float:
-        with socket.create_connection(("127.0.0.1", int(self._port))) as connection:
+        with socket.create_connection(("127.0.0.1", int(self.address))) as connection:
             started, at = time.perf_counter(), 0
             while at < len(self._buffer):
                 at += connection.recv_into(self._buffer[at : at + (4 << 20)])
             return time.perf_counter() - started
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 def versions(num_values: int, lr: float, steps: int) -> list[np.ndarray]:
@@ -272,18 +281,10 @@ def best(
 
 
 def medians_of_turns(
-    works: Mapping[str, Callable[[], Any]],
-    before: Callable[[], Any] = lambda: None,
-    *,
-    turns: int = 15,
-    clock: Callable[[], float] = time.thread_time,
+    works: Mapping[str, Callable[[], Any]], before: Callable[[], Any] = lambda: None, *, clock: Callable[[], float] = time.thread_time
 ) -> dict[str, float]:
-    """Seconds of the usual run of each. They take turns, so that what slows or speeds the machine for a while does so to them all."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(turns):
-        for name, work in works.items():
-            seconds[name].append(best(work, before=before, repeats=1, clock=clock))
-    return {name: statistics.median(each) for name, each in seconds.items()}
+    """Seconds of the usual run of each, in turns."""
+    return median_of(15, {name: functools.partial(best, work, before=before, repeats=1, clock=clock) for name, work in works.items()})
 
 
 def _time_codec(base: np.ndarray, target: np.ndarray, payload: bytes) -> dict[str, float]:
@@ -355,12 +356,6 @@ def _dense(num_values: int) -> Row:
     return row("size_dense_vs_xor", len(payload) / base.nbytes, "of the model", xor_size, "<= 0.7")
 
 
-def _serve(what: str, size_mib: int, *more: str) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen([sys.executable, __file__, what, str(size_mib), *more], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline().strip()
-
-
 def _serve_raw(size_mib: int) -> None:
     buffer = np.ones(size_mib << 20, np.uint8).data
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -382,19 +377,5 @@ def _serve_weights(size_mib: int, worker_key: str = "") -> None:
     time.sleep(600)
 
 
-def main() -> None:
-    """The two senders of the pull measurement, and a table for people who run this file alone."""
-    if "--serve-raw" in sys.argv:
-        _serve_raw(int(sys.argv[2]))
-    elif sys.argv[1:2] in (["--serve-weights"], ["--serve-encrypted"]):
-        _serve_weights(int(sys.argv[2]), *sys.argv[3:])
-    else:
-        print(f"codec: {delta_codec.codec_path()}")
-        for made in rows("--quick" in sys.argv):
-            mark = "  " if not made["goal"] else "ok" if made["ok"] else "NO"
-            measured = f"{made['name']:22} {made['value']:10} {made['unit']:13} / {made['reference']:<10} = {made['ratio']:<8}"
-            print(measured, f"{made['goal']:8} {mark}")
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a sender of the pull measurement
+    (_serve_raw if sys.argv[1] == "--serve-raw" else _serve_weights)(int(sys.argv[2]), *sys.argv[3:])

@@ -11,20 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from bench_engine import prompt, sampling, served
 from bench_row import Row, row
-from bench_serving import change
+from bench_serving import change, followed
+from live_broker import LiveBroker
+from scripted import WeightTrainer
 
 from rollout.engines.dispatch import Dispatch
 from rollout.engines.pool import EnginePool
 from rollout.engines.sglang.client import EngineClient
 from rollout.engines.sglang.process import EngineProcess
-from rollout.weights.sync import WeightSync
-from slimebus.bus.messages import Publish, Resume
 from slimebus.config.schema import EngineConfig, RunConfig
 from slimebus.weights.host.safetensors_file import read_model
-from slimebus.weights.store.server import WeightServer
-from slimebus.weights.store.version_store import VersionStore
 
 CONCURRENT = (16, 64)
 GROUP_SIZE, NEW_TOKENS = 8, 64
@@ -76,8 +75,6 @@ async def bare(path: Path, engine: EngineProcess, count: int, window_s: float) -
 @contextmanager
 def worker(path: Path, engine: EngineProcess, count: int) -> Iterator[Any]:
     """A worker on this engine, with a trainer that only publishes: a function that gives its samples a second, and pauses it."""
-    from live_broker import LiveBroker
-
     sections: dict[str, dict[str, Any]] = {
         "broker": {"max_staleness": math.inf, "buffer_capacity": 1 << 20, "heartbeat_s": 0.2, "batch_tokens": 0},
         "model": {"hf_checkpoint": str(path)},
@@ -92,12 +89,8 @@ def worker(path: Path, engine: EngineProcess, count: int) -> Iterator[Any]:
         },
     }
     with tempfile.TemporaryDirectory() as folder, LiveBroker(Path(folder), num_prompts=1000, **sections) as broker:
-        trainer = broker.client("trainer", "trainer")
-        store = VersionStore()
-        server = WeightServer(store)
-        made = store.publish(tensors_of(path))
-        trainer.call(Resume(step=0, version=0, lineage=made.lineage))
-        trainer.call(Publish(lineage=made.lineage, version=made.version, publishers=[server.endpoint], digest=made.digest))
+        trainer = WeightTrainer(broker.client("trainer", "trainer"))
+        trainer.publish(tensors_of(path))
         process = broker.start_beside("-m", "slimebus", "rollout", str(broker.file), "--broker", broker.address, "--worker-name", "w")
 
         def samples() -> float:
@@ -105,8 +98,6 @@ def worker(path: Path, engine: EngineProcess, count: int) -> Iterator[Any]:
             return clients.get("w", {}).get("metrics", {}).get("samples", 0.0)
 
         def samples_made(window_s: float, *, is_on: bool) -> float:
-            import psutil
-
             if not is_on:
                 psutil.Process(process.pid).suspend()
                 time.sleep(1.0)  # what the engine still has of it
@@ -122,7 +113,7 @@ def worker(path: Path, engine: EngineProcess, count: int) -> Iterator[Any]:
             return (samples() - first) / (time.monotonic() - started)
 
         yield samples_made
-        server.close()
+        trainer.server.close()
 
 
 def update_loss(quick: bool) -> list[Row]:
@@ -135,45 +126,29 @@ def update_loss(quick: bool) -> list[Row]:
 async def speeds_of(path: Path, engine: EngineProcess, repeats: int, window_s: float) -> tuple[float, float]:
     """Tokens a second: without updates, with."""
     pool = EnginePool(RunConfig(engine=EngineConfig(engine_url=[engine.url])), path, path, name="bench")
-    dispatch, changed = Dispatch(pool), asyncio.Event()
-    sync = WeightSync(pool, path, shm="/dev/shm", pull_timeout_s=START_S, on_change=changed.set)
-    store, tensors = VersionStore(), tensors_of(path)
-    server, steps = WeightServer(store), change(tensors)
-    following = asyncio.create_task(sync.run())
-
-    async def update() -> None:
-        next(steps)
-        made = await asyncio.to_thread(store.publish, tensors)
-        changed.clear()
-        sync.announce(made.lineage, made.version, [server.endpoint], made.digest)
-        await asyncio.wait_for(changed.wait(), START_S)
+    dispatch, tensors = Dispatch(pool), tensors_of(path)
+    steps = change(tensors)
 
     async def load(number: int) -> None:
         for again in itertools.count():
             await dispatch.generate([prompt(f"{number} {again}", 16)], [sampling(128)])
 
-    async def measure(*, is_updated: bool) -> float:
-        started, before = time.monotonic(), dispatch.tokens_made
-        while (left_s := started + window_s - time.monotonic()) > 0:
-            begun = time.monotonic()
-            if is_updated:
-                await update()
-            await asyncio.sleep(max(0.0, min(left_s, begun + UPDATE_EVERY_S - time.monotonic())))
-        return (dispatch.tokens_made - before) / (time.monotonic() - started)
+    async with followed(pool, path, "/dev/shm") as publish, asyncio.TaskGroup() as group:
 
-    try:
-        await pool.start()
-        await update()
-        loads = [asyncio.create_task(load(number)) for number in range(16)]
+        async def measure(*, is_updated: bool) -> float:
+            started, before = time.monotonic(), dispatch.tokens_made
+            while (left_s := started + window_s - time.monotonic()) > 0:
+                begun = time.monotonic()
+                if is_updated:
+                    next(steps)
+                    await publish(tensors)
+                await asyncio.sleep(max(0.0, min(left_s, begun + UPDATE_EVERY_S - time.monotonic())))
+            return (dispatch.tokens_made - before) / (time.monotonic() - started)
+
+        await publish(tensors)
+        loads = [group.create_task(load(number)) for number in range(16)]
         await measure(is_updated=True)
         pairs = [(await measure(is_updated=False), await measure(is_updated=True)) for _ in range(repeats)]
         for one in loads:
             one.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
-        return max(still for still, _ in pairs), max(updated for _, updated in pairs)
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        sync.close()
-        await pool.stop()
-        server.close()
+    return max(still for still, _ in pairs), max(updated for _, updated in pairs)

@@ -7,14 +7,14 @@ import sys
 import threading
 import time
 import urllib.request
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from bench_process import ENVIRONMENT, ROOT
+import psutil
+from slimebus_command import ENVIRONMENT, ROOT
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.view import report
@@ -134,7 +134,7 @@ def _when(up: "subprocess.Popen[bytes]", run_dir: Path, steps: int) -> Times:
 
 def _times(pid: int) -> Times:
     """CPU seconds of a process and all below it so far, of the machine, and the time."""
-    return sum(map(cpu_s, _descendants(pid))), _machine_s(), time.monotonic()
+    return cpu_s(pid), _machine_s(), time.monotonic()
 
 
 def _between(first: Times, last: Times) -> Times:
@@ -142,30 +142,18 @@ def _between(first: Times, last: Times) -> Times:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of all threads of a process so far; 0 for one that has ended."""
-    seconds = 0.0
-    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with suppress(OSError):
-            seconds += int(file.read_text().split()[0]) / 1e9
+    """CPU seconds of a process and all below it so far, those that have ended included."""
+    seconds, me = 0.0, psutil.Process(pid)
+    for process in [me, *me.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            seconds += sum(process.cpu_times()[:4])
     return seconds
-
-
-def _descendants(pid: int) -> list[int]:
-    """A process, its children, and theirs."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            children[int(file.read_text().rpartition(")")[2].split()[1])].append(int(file.parent.name))
-    found = [pid]
-    for one in found:
-        found += children[one]
-    return found
 
 
 def _machine_s() -> float:
     """CPU seconds in which any core of the machine was busy, those stolen by its host included."""
-    user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
-    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
 
 
 @contextmanager

@@ -7,11 +7,15 @@ Every run is a short one of the quick start on this machine. The first is the on
 
 import os
 import statistics
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
+
 import quickstart_run
 from bench_row import Row, within
 from quickstart_run import Measured

@@ -1,15 +1,16 @@
 """The arithmetic of `bin/bench broker`: rows, goals, medians, what the load is made of."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import bench_broker
 import bench_load
 import bench_peers
-import bench_redis
+import bench_streams
 import pytest
 from bench import markdown_table, table
-from bench_row import absent, row, within
+from bench_row import absent, median_of, percentile, row, within
 from rich.console import Console
 
 from slimebus.bus.sample_table import check_group
@@ -64,7 +65,7 @@ def test_the_first_turn_does_not_count_and_the_median_does() -> None:
 
         return take
 
-    assert bench_broker.median_of(3, {name: measure(name) for name in values}) == {"a": 2.0, "b": 8.0}
+    assert median_of(3, {name: measure(name) for name in values}) == {"a": 2.0, "b": 8.0}
     assert order == ["a", "b"] * 4, "they take turns"
 
 
@@ -84,15 +85,14 @@ def test_being_ahead_is_a_ratio_above_one_for_rates_latency_and_memory() -> None
 def test_rates_and_percentiles() -> None:
     assert bench_broker.rate({"groups": 100, "seconds": 0.5}) == 200
     assert bench_broker.rate({"messages": 10, "seconds": 2.0}) == 5
-    assert bench_load.percentiles([i / 1000 for i in range(100)]) == {"p50_ms": 50.0, "p99_ms": 99.0}
-    assert bench_load.percentiles([]) == {}
+    assert [percentile(range(100), percent) for percent in (50, 99)] == [50, 99]
+    assert math.isnan(percentile([]))
 
 
-def test_a_redis_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="redis-server is not installed"):
-        bench_redis.RedisProcess(tmp_path, "fsync")
-    [made] = bench_peers.redis_rows(tmp_path, tmp_path / "prompts.jsonl", 1, 64, "fsync", "vs_redis")
-    assert made["name"] == "vs_redis"
-    assert made["value"] is None
+    with pytest.raises(RuntimeError, match="redis-server is not installed"):
+        bench_streams.StreamServer("redis", tmp_path, "fsync")
+    made, gets = bench_peers.stream_rows(tmp_path, 1, 64, "vs_redis", "redis", "fsync", "")
+    assert (made["name"], gets["name"], made["value"]) == ("vs_redis", "vs_redis_gets", None)
     assert "apt-get install redis-server" in made["unit"]

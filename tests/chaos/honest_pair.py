@@ -1,10 +1,11 @@
 """A well-behaved worker and its trainer in one process. `python honest_pair.py ADDRESS`.
 
 The worker leases groups and puts 8 samples of 256 tokens for each; the trainer takes batches, fetches and commits them.
-Prints a JSON line every half second: groups put so far. Ends with its stdin; the last line says `"problems"`.
+Prints a JSON line every half second: groups put so far. Ends at SIGTERM; the last line says `"problems"`.
 """
 
 import json
+import signal
 import sys
 import threading
 import time
@@ -82,7 +83,7 @@ def main() -> None:
     for thread in threads:
         thread.start()
     ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
     while not ended.wait(0.5):
         print(json.dumps({"time": time.monotonic(), "put": pair.put, "committed": pair.committed}), flush=True)
     pair.stop.set()

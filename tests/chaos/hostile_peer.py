@@ -1,4 +1,7 @@
-"""One hostile process: nonsense from a seed, as fast as the broker takes it. `python hostile_peer.py ADDRESS SEED MESSAGES RUN`.
+"""One hostile process.
+
+    python hostile_peer.py nonsense ADDRESS SEED MESSAGES     from a seed, as fast as the broker takes it
+    python hostile_peer.py flood ADDRESS SECONDS              requests with answers that nobody reads
 
 Prints one JSON line at the end: how many messages of each kind it sent and how many answers came.
 """
@@ -13,31 +16,30 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import msgpack
+import msgspec
 import zmq
 
-Frames = list[bytes]
+from slimebus.bus import messages as m
 
-TYPES = [
-    *("hello", "heartbeat", "goodbye", "lease", "put", "give_back", "resume", "publish", "batch", "fetch", "commit", "finish", "status"),
-    *("evaluate", "set", "push", "read", "put_fields", "ok", "error", "welcome", "hint", "lease_reply", "chunk_request", "teleport"),
-]
-KEYS = [
-    *("role", "instance", "protocol", "oldest", "state", "lineage", "serving", "leases", "metrics", "want", "wait_s", "version"),
-    *("needs_weights", "group", "lease", "samples", "fields", "seconds", "outcome", "reason", "step", "publishers", "groups"),
-    *("checkpoint", "unused", "key", "datasets", "partials", "settings", "name", "prompts", "cursor", "digest"),
-]
+Frames = list[bytes]
+RUN = "live"
+CONNECTIONS, REQUESTS, EVERY_S = 20, 20, 0.05
+"""Of a flood: each connection asks for the status so many times, and again after so many seconds."""
+
+TYPES = [*sorted(m.TYPES), "chunk_request", "teleport"]
+KEYS = sorted({field.name for message in m.TYPES.values() for field in msgspec.structs.fields(message)})
 NUMBERS = (0, 1, -1, 2**31, -(2**31), 2**53 + 1, 2**63 - 1, 2**64 - 1, -(2**63), 1e308, -1e308, float("nan"), float("inf"), 5e-324)
 TEXTS = ("", "x", "0/1", "0/0", "\x00", "é" * 40, "../../etc/passwd", "'; drop table groups; --", "${jndi:x}", "a" * 5000)
 
 
 class Nonsense:
-    """Messages that no honest peer sends. run: the broker's own run id, so that some get past the first check."""
+    """Messages that no honest peer sends; some are of the broker's own run, so that they get past the first check."""
 
-    def __init__(self, seed: int, run: str) -> None:
-        self.chance, self.run = random.Random(seed), run
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
         self.sent: list[Frames] = []
         self.kinds: dict[str, tuple[int, Callable[[], Frames]]] = {
             "random bytes": (10, self.random_bytes),
@@ -108,7 +110,7 @@ class Nonsense:
 
     def header(self, kind: str, told: Any, **changes: Any) -> bytes:
         chance = self.chance
-        fields = {"v": 1, "type": kind, "id": chance.randint(0, 99), "body": told, "run": self.run, "sender": "evil", "epoch": 0}
+        fields = {"v": 1, "type": kind, "id": chance.randint(0, 99), "body": told, "run": RUN, "sender": "evil", "epoch": 0}
         try:
             return bytes(msgpack.packb(fields | changes))
         except (ValueError, OverflowError):
@@ -240,9 +242,27 @@ class RawTcp:
             one.close()
 
 
-def attack(address: str, seed: int, messages: int, run: str) -> dict[str, Any]:
+def flood(address: str, seconds: float) -> NoReturn:
+    """20 connections ask for the status for so long; then the process vanishes, with their answers unread."""
+    context, sent = zmq.Context(), 0
+    sockets = [context.socket(zmq.DEALER) for _ in range(CONNECTIONS)]
+    for one in sockets:
+        one.rcvhwm = 1
+        one.connect(address)
+    until, request = time.monotonic() + seconds, Nonsense(0)
+    while time.monotonic() < until:
+        for one in sockets * REQUESTS:
+            with contextlib.suppress(zmq.Again):
+                one.send(request.header("status", {}, sender="deaf"), zmq.NOBLOCK)
+                sent += 1
+        time.sleep(EVERY_S)
+    print(json.dumps({"sent": {"status": sent}, "answers": 0}), flush=True)
+    os._exit(0)  # from here, where no socket is closed in order: the system resets connections that hold unread answers
+
+
+def attack(address: str, seed: int, messages: int) -> dict[str, Any]:
     """Send it all over a few connections that come and go; returns what was sent and heard."""
-    nonsense, raw, chance = Nonsense(seed, run), RawTcp(address, seed), random.Random(seed)
+    nonsense, raw, chance = Nonsense(seed), RawTcp(address, seed), random.Random(seed)
     sent: Counter[str] = Counter()
     answers = 0
     turns = 80 if seed % 2 else 4000  # a peer that is refused again and again is not read any more: most of it comes from new ones
@@ -288,4 +308,6 @@ def _peer(context: Any, address: str) -> Any:
 
 if __name__ == "__main__":
     os.nice(19)  # it would run on another machine: making nonsense must not take the honest worker's processor
-    print(json.dumps(attack(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])), flush=True)
+    if sys.argv[1] == "flood":
+        flood(sys.argv[2], float(sys.argv[3]))
+    print(json.dumps(attack(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))), flush=True)

@@ -4,35 +4,31 @@
 """
 
 import json
-import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
-import yaml
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 sys.path[:0] = [str(ROOT / "tests" / "fixtures"), str(ROOT)]
 
-from live_run import Process  # noqa: E402
+from live_broker import LiveBroker  # noqa: E402
+from slimebus_command import ENVIRONMENT  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
-from slimebus.bus.transport.client import Client  # noqa: E402
-from slimebus.process.launch import free_port  # noqa: E402
-from slimebus.view.run_status import ask_status  # noqa: E402
-
-RUN = "load-attack"
 BATCH_SIZE = 8
 QUIET_S = 2.0
 Command = list[str]
-"""Of a hostile process: a script of this folder and its arguments."""
-START_S = 60.0
+"""Arguments of a hostile process."""
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -82,27 +78,14 @@ class LoadAttack:
     """The broker and the honest pair. As a context manager it leaves no process behind."""
 
     def __init__(self, folder: Path) -> None:
+        """A run that never ends, with room for everyone."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "{i}", "label": "{i}"}}\n' for i in range(2000)))
         self.others_percent = psutil.cpu_percent(1.0)
-        self.address = f"tcp://127.0.0.1:{free_port()}"
-        self.folder, self.file = folder, folder / "run.yaml"
-        self.file.write_text(yaml.safe_dump(config(folder, self.address)))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.environment = environment
-        log = folder / "broker.log"
-        with log.open("ab") as out:
-            command = [sys.executable, "-m", "slimebus", "broker", str(self.file)]
-            self.broker = Process("broker", subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment), log)
+        broker = {"max_staleness": float("inf"), "buffer_capacity": 4096, "lease_s": 600}
+        rollout = {"num_rollout": 1_000_000, "rollout_batch_size": BATCH_SIZE, "n_samples_per_prompt": 8}
+        self.broker = LiveBroker(folder, num_prompts=2000, broker=broker, rollout=rollout)
         self.pair_log = folder / "pair.log"
-        with self.pair_log.open("wb") as out:
-            self.pair = subprocess.Popen(
-                [sys.executable, str(HERE / "honest_pair.py"), self.address],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
+        self.pair = self.broker.start_beside(str(HERE / "honest_pair.py"), self.broker.address, log=self.pair_log)
         self.peers: list[subprocess.Popen[bytes]] = []
         self.rss_most = 0
 
@@ -110,36 +93,38 @@ class LoadAttack:
         return self
 
     def __exit__(self, *ending: object) -> None:
-        for process in (*self.peers, self.pair, self.broker.popen):
-            if process.poll() is None:
-                process.kill()
-            process.wait(10)
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+        for peer in self.peers:
+            peer.kill()
+            peer.communicate()
+        self.broker.close()
 
     def lines(self) -> list[dict[str, Any]]:
         """What the pair said so far."""
         return [json.loads(line) for line in self.pair_log.read_text().splitlines() if line.startswith("{")]
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the broker has not ended."""
+        return self.broker.process.poll() is None
+
     def rss(self) -> int:
         """Of the broker, without the pages of its store's file, which the system takes back as it likes."""
-        status = Path(f"/proc/{self.broker.pid}/status").read_text()
+        status = Path(f"/proc/{self.broker.process.pid}/status").read_text()
         return 1024 * int(re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)[0])
 
     def nonsense(self, messages: int, *, peers: int = 1, seed: int = 1, rounds: int = 4) -> Report:
         """So many hostile messages, from `peers` processes at once."""
         share = str(messages // (rounds + 1) // peers)
         seeds = [seed + 1000, *(seed + number * peers for number in range(rounds))]
-        return self._run([[["hostile_peer.py", self.address, str(first + i), share, RUN] for i in range(peers)] for first in seeds])
+        return self._run([[["nonsense", self.broker.address, str(first + i), share] for i in range(peers)] for first in seeds])
 
     def flood(self, seconds: float, floods: int) -> Report:
         """So many floods of status requests, one after the other; each ends with all its connections reset."""
-        return self._run([[["deaf_flood.py", self.address, str(seconds)]] for _ in range(floods + 1)])
+        return self._run([[["flood", self.broker.address, str(seconds)]] for _ in range(floods + 1)])
 
     def _run(self, attacks: Sequence[Sequence[Command]]) -> Report:
         """In turns: measure in quiet, measure under attack; the first attack is not measured."""
-        self._await(lambda: self.lines() and self.lines()[-1]["put"] > 50, "the honest pair puts groups")
+        wait_until("groups of the honest pair", lambda: self.lines() and self.lines()[-1]["put"] > 50)
         self._start(attacks[0])
         self._measure(Rate(), self._are_over)
         told = self._told()  # buffers of sockets are allocated once: no growth
@@ -156,18 +141,14 @@ class LoadAttack:
             shares.append(round(attacked.per_s / max(1.0, quiet.per_s), 3))
             all_quiet.add(quiet)
             all_attacked.add(attacked)
-            if self.broker.popen.poll() is not None:
+            if not self.is_alive:
                 break
         time.sleep(1.0)
-        assert self.pair.stdin is not None
-        status = ask_status(Client(self.address, name="watcher"), 10.0) if self.broker.popen.poll() is None else {}
-        rss_after = self.rss() if status else 0
-        self.pair.stdin.close()
+        is_alive = self.is_alive
+        counted, rss_after = (self.broker.status()["counted"], self.rss()) if is_alive else ({}, 0)
+        self.pair.send_signal(signal.SIGTERM)
         self.pair.wait(30)
-        kinds: dict[str, int] = {}
-        for one in told:
-            for kind, number in one["sent"].items():
-                kinds[kind] = kinds.get(kind, 0) + number
+        kinds = sum((Counter(one["sent"]) for one in told), Counter[str]())
         return Report(
             messages=sum(kinds.values()),
             kinds=kinds,
@@ -181,26 +162,23 @@ class LoadAttack:
             rss_most=self.rss_most,
             rss_after=rss_after,
             log_bytes=self.broker.log.stat().st_size - log_before,
-            is_alive=bool(status),
+            is_alive=is_alive,
             problems=self.lines()[-1].get("problems", ["the honest pair did not end in good order"]),
-            counted=status.get("counted", {}),
+            counted=counted,
         )
 
     def _start(self, commands: Sequence[Command]) -> None:
-        for script, *words in commands:
-            command = [sys.executable, str(HERE / script), *words]
-            self.peers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=self.environment))
+        for words in commands:
+            command = [sys.executable, str(HERE / "hostile_peer.py"), *words]
+            self.peers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=ENVIRONMENT))
 
     def _are_over(self, _: float) -> bool:
-        if self.broker.popen.poll() is None:
+        if self.is_alive:
             self.rss_most = max(self.rss_most, self.rss())
         return all(peer.poll() is not None for peer in self.peers)
 
     def _told(self) -> list[dict[str, Any]]:
-        told = []
-        for peer in self.peers:
-            out, _ = peer.communicate(timeout=60)
-            told.append(json.loads(out))
+        told = [json.loads(peer.communicate(timeout=60)[0]) for peer in self.peers]
         self.peers = []
         return told
 
@@ -214,23 +192,3 @@ class LoadAttack:
         last = self.lines()[-1]
         rate.groups += last["put"] - first["put"]
         rate.seconds += last["time"] - first["time"]
-
-    def _await(self, is_true: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + START_S
-        while not is_true():
-            assert time.monotonic() < deadline, (
-                f"waited {START_S:.0f} s until {what}\n{self.broker.tail()}\n{self.pair_log.read_text()[-2000:]}"
-            )
-            assert self.broker.popen.poll() is None, self.broker.tail()
-            time.sleep(0.1)
-
-
-def config(folder: Path, address: str) -> dict[str, Any]:
-    """A run that never ends, with room for everyone."""
-    return {
-        "name": RUN,
-        "run_dir": str(folder / "run"),
-        "broker": {"bind": address, "durability": "os", "http": "", "max_staleness": float("inf"), "buffer_capacity": 4096, "lease_s": 600},
-        "data": {"prompt_data": [str(folder / "prompts.jsonl")]},
-        "rollout": {"num_rollout": 1_000_000, "rollout_batch_size": BATCH_SIZE, "n_samples_per_prompt": 8},
-    }

@@ -35,10 +35,10 @@ def write(folder: Path, name: str) -> Path:
 def test_a_model_learns_to_ask_the_calculator(tmp_path: Path, task: Path) -> None:
     with Run(tmp_path, task) as run:
         made = run.command("make", [sys.executable, str(RECIPE / "make.py"), "--out", str(tmp_path / "task")])
-        assert made.wait() == 0, made.tail()
+        made.ends(0)
         for name in SHORT:
             stage = run.command(name, [sys.executable, "-m", "slimebus", "up", str(write(tmp_path, name))])
-            assert stage.wait(300) == 0, stage.tail()
+            stage.ends(0, 300)
         rows = report.read(tmp_path / "rl").evaluations("heldout")
         assert [row["version"] for row in rows] == [0, SHORT["run.yaml"]]
         before, after = (row["mean_reward"] for row in rows)

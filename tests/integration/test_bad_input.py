@@ -1,5 +1,6 @@
 """What a user may get wrong: one clear line on stderr, exit code 2, no traceback, and nothing left running."""
 
+import contextlib
 import json
 import shutil
 import socket
@@ -111,37 +112,32 @@ def test_status_and_eval_say_who_does_not_answer(run: Run) -> None:
     assert f"no broker listens at {run.address} (waited 1 s)" in said
 
 
-class FromAnotherRelease:
+@contextlib.contextmanager
+def broker_of_another_release(address: str) -> Iterator[None]:
     """A broker that speaks protocol 99."""
+    header = {"v": 99, "type": "error", "id": 0, "body": {"code": "protocol_version", "text": "too old"}}
+    stop = threading.Event()
 
-    def __init__(self, address: str) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self.socket.linger = 0
-        self.socket.bind(address)
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._serve)
-        self.thread.start()
+    def serve() -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.linger = 0
+            socket.bind(address)
+            while not stop.is_set():
+                if socket.poll(50):
+                    socket.send_multipart([socket.recv_multipart()[0], msgspec.msgpack.encode(header)])
 
-    def _serve(self) -> None:
-        while not self.stop.is_set():
-            if not self.socket.poll(50):
-                continue
-            peer = self.socket.recv_multipart()[0]
-            header = {"v": 99, "type": "error", "id": 0, "body": {"code": "protocol_version", "text": "too old"}}
-            self.socket.send_multipart([peer, msgspec.msgpack.encode(header)])
-
-    def __enter__(self) -> "FromAnotherRelease":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop.set()
-        self.thread.join(5)
-        self.socket.close()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(5)
 
 
 @pytest.mark.parametrize("role", ["trainer", "rollout"])
 def test_a_broker_of_another_protocol_version_is_told_apart_from_an_absent_one(run: Run, role: str) -> None:
-    with FromAnotherRelease(run.address):
+    with broker_of_another_release(run.address):
         refusal = refused(run, role, "--connect-timeout-s", "30")
     assert "protocol version 99" in refusal.said
     assert "speaks 1" in refusal.said

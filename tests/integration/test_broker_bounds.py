@@ -1,8 +1,9 @@
-"""A live broker among clients that take too much or give too much: its memory stays bounded, and those who behave go on."""
+"""A live broker among clients that take too much, give too much or ask absurdly: it stays bounded, and those who behave go on."""
 
 import contextlib
 import itertools
 import math
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -196,3 +197,37 @@ def test_subscriptions_to_what_is_never_sent_take_no_memory(live: Callable[..., 
         if heard:
             break
     assert heard, "those who subscribe to everything hear hints"
+
+
+def test_valid_messages_in_an_absurd_order_get_errors_not_a_crash(live: Callable[..., LiveBroker]) -> None:
+    broker, chance = live(), random.Random(2)
+    people = [broker.client("w", "rollout"), broker.client("t", "trainer")]
+
+    def numbers() -> int:
+        return chance.choice([-(2**62), -1, 0, 1, 2, 3, 2**62])
+
+    for i in range(1500):
+        chosen: list[m.Message] = [
+            m.Resume(
+                step=chance.choice([-1, 0, 1, 2, 2**30, 2**62]),
+                version=chance.choice([-1, 0, 1, 2**62]),
+                lineage=chance.choice(["", "a", "b", str(i)]),
+            ),
+            m.Publish(lineage=chance.choice(["a", "b"]), version=numbers(), publishers=["x"] * chance.randint(0, 3), digest="d"),
+            m.Batch(step=numbers(), wait_s=chance.choice([-1.0, 0.0, float("nan"), 0.01])),
+            m.Commit(step=numbers(), checkpoint=numbers(), unused={"a": "b"}),
+            m.Fetch(groups=[f"0/{chance.randint(0, 9)}"]),
+            m.Finish(),
+            m.Lease(
+                want=numbers(), wait_s=chance.choice([-1.0, 0.0, float("nan")]), lineage="a", serving=numbers(), needs_weights=bool(i % 2)
+            ),
+            m.Put(group=f"0/{chance.randint(0, 9)}", lease=numbers(), lineage="a"),
+            m.GiveBack(group="0/1", lease=numbers(), outcome=chance.choice(["requeue", "drop", "fail", "?"]), reason=str(i)),
+            m.Heartbeat(leases=[numbers()], serving=numbers(), lineage="a"),
+            m.Evaluate(key=str(i), datasets=["none"]),
+        ]
+        chance.choice(people).submit(chance.choice(chosen), timeout_s=0.5)
+    people[1].call(m.Resume(step=0, version=0, lineage="last"), timeout_s=60)
+    status = broker.status()
+    assert len(status["moves"]) <= 256
+    assert status["bounds"]["max_parked"]["used"] <= status["bounds"]["max_parked"]["limit"]

@@ -32,8 +32,8 @@ class Live(LiveBroker):
         broker, rollout = {"max_staleness": math.inf, "lease_s": 600}, {"rollout_batch_size": 2}
         super().__init__(folder, broker=broker, rollout=rollout, security={"keys": str(self.keys)})
 
-    def with_key(self, key: str, name: str) -> Client:
-        return self.client(name, credentials=Credentials(self.keys / f"{key}.key"))
+    def with_key(self, key: str, name: str, role: str = "") -> Client:
+        return self.client(name, role, credentials=Credentials(self.keys / f"{key}.key"))
 
     def status(self) -> dict[str, Any]:
         return ask_status(self.with_key("client", "watcher"), timeout_s=60)
@@ -71,12 +71,10 @@ def test_a_workers_key_keeps_no_trainer_out(live: Live) -> None:
 
 
 def test_the_holder_of_a_revoked_key_is_out_and_its_groups_are_queued_again(live: Live) -> None:
-    worker = live.with_key("node2", "w2")
-    worker.join("rollout", timeout_s=60)
+    worker = live.with_key("node2", "w2", "rollout")
     leased = worker.call(m.Lease(want=3, wait_s=5, needs_weights=False), timeout_s=60).message
     assert isinstance(leased, m.LeaseReply)
-    parked = live.with_key("node2", "w3")
-    parked.join("rollout", timeout_s=60)
+    parked = live.with_key("node2", "w3", "rollout")
     waiting = parked.submit(m.Lease(want=1, wait_s=600), timeout_s=600)
     wait_until("parked request", lambda: len(live.status()["parked"]) == 1)
     key_folder.revoke(live.keys, "node2")
@@ -87,8 +85,7 @@ def test_the_holder_of_a_revoked_key_is_out_and_its_groups_are_queued_again(live
 
 
 def test_a_trainer_learns_the_allow_list_and_its_changes(live: Live) -> None:
-    trainer = live.with_key("trainer", "t")
-    trainer.join("trainer", timeout_s=60)
+    trainer = live.with_key("trainer", "t", "trainer")
     first = trainer.call(m.Keys(), timeout_s=60)
     assert isinstance(first.message, m.KeysReply)
     assert sorted(name for _, name, _ in json.loads(bytes(first.bulk[0]))) == ["client", "node2", "rollout", "trainer"]
@@ -110,8 +107,7 @@ def test_hints_reach_keys_that_are_allowed_and_stop_when_they_are_revoked(live: 
     assert welcome is not None
     plain.listen(welcome.hints, strange.append)
     live.clients.append(plain)
-    trainer = live.with_key("trainer", "t")
-    trainer.join("trainer", timeout_s=60)
+    trainer = live.with_key("trainer", "t", "trainer")
     begin(trainer)
     wait_until("hint for both", lambda: heard["rollout"] and heard["node2"])
     key_folder.revoke(live.keys, "node2")

@@ -1,25 +1,22 @@
 """A broker process with real clients around it."""
 
 import json
-import os
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from live_broker import LiveBroker
-from scripted import LINEAGE, begin, make, train
+from scripted import LINEAGE, beat, begin, make, train
 from slimebus_command import slimebus
 from waiting import wait_until
 
-from slimebus.bus.errors import Fenced, SlimebusError
-from slimebus.bus.messages import Finish, Heartbeat, HeartbeatReply, Lease, Resume
-from slimebus.bus.transport.client import Client
+from slimebus.bus.messages import Batch, BatchReply, Finish, Heartbeat, HeartbeatReply, Hint, Resume
 from slimebus.cli.commands.status import EXIT_UNREACHABLE
+from slimebus.client import consumer
 from slimebus.client.connect import live_endpoint
+from slimebus.client.consumer import Consumer
 from slimebus.config import resolve
 from slimebus.view.run_status import RunStatus
 
@@ -33,14 +30,9 @@ def broker(tmp_path: Path) -> Iterator[LiveBroker]:
         yield live
 
 
-def _begin(broker: LiveBroker) -> tuple[Client, Client]:
+def test_a_worker_and_a_trainer_finish_a_run_and_the_broker_leaves_with_them(broker: LiveBroker) -> None:
     trainer, worker = broker.client("t", "trainer"), broker.client("w", "rollout")
     begin(trainer)
-    return trainer, worker
-
-
-def test_a_worker_and_a_trainer_finish_a_run_and_the_broker_leaves_with_them(broker: LiveBroker) -> None:
-    trainer, worker = _begin(broker)
     trained = []
     for step in range(6):
         for _ in range(2):
@@ -60,35 +52,6 @@ def test_a_worker_and_a_trainer_finish_a_run_and_the_broker_leaves_with_them(bro
     assert [row["step"] for row in rows] == list(range(6))
 
 
-def test_a_broker_killed_between_put_and_reply_loses_nothing(broker: LiveBroker) -> None:
-    trainer, worker = _begin(broker)
-    threads = []
-    groups: list[str] = []
-    for _ in range(4):
-        thread = threading.Thread(target=lambda: groups.extend(make(worker)))
-        thread.start()
-        threads.append(thread)
-    time.sleep(0.05)
-    broker.kill()
-    broker.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(set(groups)) == 4
-    before = set(train(trainer, 0))
-    broker.kill()
-    broker.start()
-    assert before | set(train(trainer, 1)) == set(groups)
-
-
-def test_a_second_worker_of_the_same_name_fences_the_first_with_take_over(broker: LiveBroker) -> None:
-    _, worker = _begin(broker)
-    second = broker.client("w")
-    second.join("rollout", timeout_s=60, take_over=True)
-    assert make(second), "with its first request the newer one takes the place"
-    with pytest.raises(Fenced, match="newer"):
-        worker.call(Lease(want=1, wait_s=0))
-
-
 def test_sigterm_ends_the_broker_within_two_seconds(broker: LiveBroker) -> None:
     broker.client("c", "client")
     broker.process.terminate()
@@ -98,26 +61,6 @@ def test_sigterm_ends_the_broker_within_two_seconds(broker: LiveBroker) -> None:
 def test_what_a_broker_writes_is_for_its_owner_alone(broker: LiveBroker) -> None:
     assert broker.status()["run"] == "live"
     assert broker.run_dir.stat().st_mode & 0o777 == 0o700
-
-
-def test_an_idle_broker_uses_next_to_no_cpu(broker: LiveBroker) -> None:
-    broker.client("t", "trainer")
-    clock = os.sysconf("SC_CLK_TCK")
-
-    def cpu_s() -> float:
-        fields = Path(f"/proc/{broker.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / clock
-
-    before = cpu_s()
-    time.sleep(2.0)
-    assert cpu_s() - before <= 0.04
-
-
-def test_an_unknown_request_is_refused_and_the_broker_goes_on(broker: LiveBroker) -> None:
-    client = broker.client("c", "client")
-    with pytest.raises(SlimebusError, match="only a trainer"):
-        client.call(Resume(step=0, version=0, lineage="L"))
-    assert broker.status()["run"] == "live"
 
 
 def test_commands_find_a_broker_on_any_free_port_also_when_it_is_started_again_on_another(tmp_path: Path) -> None:
@@ -142,3 +85,37 @@ def test_commands_find_a_broker_on_any_free_port_also_when_it_is_started_again_o
                 wait_until("another address", lambda: live_endpoint(broker.run_dir) not in ("", first))
                 run.poll()
             assert run.problem is None
+
+
+def test_a_trainer_that_sends_its_request_again_and_again_hears_what_it_waits_for(broker: LiveBroker) -> None:
+    trainer = broker.client("t", "trainer")
+    trainer.call(Resume(step=0, version=0, lineage="L"))
+    reply = trainer.call(Batch(step=0, wait_s=2.0), timeout_s=8.0).expect(BatchReply)
+    assert reply.reason == "trainer waits for batch 0: 0 of 2 groups ready; no rollout worker is connected"
+
+
+def test_a_consumer_may_wait_longer_than_one_request_does(broker: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer, "LONGEST_ASK_S", 0.5)
+    with Consumer(broker.address, name="critic") as critic:
+        assert critic.read(wait_s=1.6) == []
+        assert broker.status()["consumers"][0]["name"] == "critic"
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["port free", "port taken by another"])
+def test_a_worker_hears_the_hints_of_a_broker_that_was_started_again(tmp_path: Path, is_taken: bool) -> None:
+    with LiveBroker(tmp_path, broker={"heartbeat_s": 0.2}) as broker, socket.socket() as other:
+        worker = broker.client("w")
+        welcome = worker.join("rollout", timeout_s=60)
+        heard: list[Hint] = []
+        beat(worker, 0.2).listen(welcome.hints, heard.append)
+        broker.kill()
+        if is_taken:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("127.0.0.1", int(welcome.hints.rpartition(":")[2])))
+            other.listen()
+        broker.start()
+        trainer = broker.client("t")
+        again = trainer.join("trainer", timeout_s=60)
+        assert (again.hints == welcome.hints) is not is_taken, "the same address where it is free"
+        begin(trainer)
+        wait_until("hint", lambda: any(hint.version == 0 for hint in heard), timeout_s=20)

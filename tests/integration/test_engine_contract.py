@@ -49,26 +49,16 @@ class Engine:
 
         return asyncio.run(session())
 
-    def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    def post(self, path: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
         async def send() -> tuple[int, Any]:
-            async with aiohttp.ClientSession() as session, session.post(self.process.url + path, json=body) as response:
-                return response.status, await response.json(content_type=None)
-
-        return asyncio.run(send())
-
-    def post_text(self, path: str) -> tuple[int, str]:
-        async def send() -> tuple[int, str]:
-            async with aiohttp.ClientSession() as session, session.post(self.process.url + path) as response:
-                return response.status, await response.text()
+            async with aiohttp.request(method, self.process.url + path, json=body) as response:
+                is_json = response.content_type == "application/json"
+                return response.status, await (response.json() if is_json else response.text())
 
         return asyncio.run(send())
 
     def get_status(self, path: str) -> int:
-        async def send() -> int:
-            async with aiohttp.ClientSession() as session, session.get(self.process.url + path) as response:
-                return response.status
-
-        return asyncio.run(send())
+        return self.post(path, method="GET")[0]
 
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
@@ -228,7 +218,7 @@ def test_a_turn_computes_only_what_the_turn_before_did_not_until_the_cache_is_fl
     assert num_cached == len(first) - 1  # the last token's keys and values were not needed yet
     assert ask(second, "another")[2] == 0
     assert ask(second)[2] == len(second) - 1
-    assert engine.post_text("/flush_cache")[0] == 200
+    assert engine.post("/flush_cache")[0] == 200
     again, computed, num_cached = ask(second)
     assert (again, num_cached) == (ids, 0)
     np.testing.assert_allclose(logprobs, computed, atol=1e-5, rtol=0)

@@ -46,7 +46,7 @@ def test_the_quick_start_learns_and_can_be_interrupted_and_resumed(tmp_path: Pat
         assert "--resume" in first.text()
 
         second = quickstart(run, "--resume")
-        assert second.wait(300) == 0, second.tail()
+        second.ends(0, 300)
         run.assert_none_alive(within_s=2.0)
 
         result = json.loads((run.run_dir / "result.json").read_text())

@@ -11,33 +11,23 @@ import numpy as np
 import pytest
 from bf16 import to_bf16
 from live_run import Run
-from scripted import fetch, take
+from scripted import WeightTrainer, fetch, take
 
-from slimebus.bus.messages import NO_VERSION, Commit, Finish, Publish, Resume
+from slimebus.bus.messages import NO_VERSION, Commit, Finish
 from slimebus.bus.samples import Sample
 from slimebus.bus.transport.client import Client
-from slimebus.weights.store.server import WeightServer
-from slimebus.weights.store.version_store import VersionStore
 
 pytestmark = pytest.mark.integration
 
 STEPS = 3
 
 
-class HandTrainer:
+class HandTrainer(WeightTrainer):
     """Publishes given weights and takes batches, on the bus like any trainer."""
 
     def __init__(self, address: str) -> None:
-        self.client = Client(address, name="by-hand")
+        super().__init__(Client(address, name="by-hand"))
         self.client.join("trainer", timeout_s=30)
-        self.store = VersionStore(lineage="by-hand")
-        self.server = WeightServer(self.store)
-        self.client.call(Resume(step=0, version=0, lineage="by-hand"))
-
-    def publish(self, weights: Mapping[str, Any]) -> None:
-        made = self.store.publish({name: to_bf16(tensor) for name, tensor in weights.items()})
-        news = Publish(lineage=made.lineage, version=made.version, publishers=[self.server.endpoint], digest=made.digest)
-        self.client.call(news)
 
     def take(self, step: int) -> list[Sample]:
         reply = take(self.client, step, wait_s=90)
@@ -75,6 +65,10 @@ class Oracle:
         return np.concatenate([[0.0], logits.gather(1, ids[0, 1:, None])[:, 0].numpy()])
 
 
+def rounded(weights: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: to_bf16(tensor) for name, tensor in weights.items()}
+
+
 def changed(weights: Mapping[str, Any], step: int) -> dict[str, Any]:
     """As after an optimizer step: small changes everywhere, most of them below the bfloat16 step."""
     import torch
@@ -94,13 +88,13 @@ def test_at_staleness_0_rollout_logprobs_are_those_of_the_published_weights(tmp_
         run.wait_for("a broker", lambda s: True)
         trainer = HandTrainer(run.address)
         try:
-            trainer.publish(weights)
+            trainer.publish(rounded(weights))
             for step in range(STEPS):
                 samples = trainer.take(step)
                 assert len(samples) == 16
                 compare(oracle, weights, samples, version=step)
                 weights = changed(weights, step + 1)
-                trainer.publish(weights)
+                trainer.publish(rounded(weights))
                 trainer.client.call(Commit(step=step))
             trainer.client.call(Finish())
             assert worker.wait(30) == 0

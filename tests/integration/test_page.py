@@ -1,7 +1,6 @@
 """The page of a run in a real Chromium: what it shows of a run with known figures, and what it outlives."""
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +57,6 @@ class SeededRun:
         self.browser.wait_for("state.records")  # of a run without a step
         begin(beat(self.trainer, 0.5))
         self.worker, self.victim = (self._worker(name) for name in ("w1", "w2"))
-        self.killed_at = time.monotonic()
         self.victim.close(goodbye=False)  # all that the broker sees of a kill -9
         for step in range(STEPS):
             make(self.worker, GROUPS, version=step)

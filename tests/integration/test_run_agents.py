@@ -135,7 +135,7 @@ def test_what_agents_say_is_trained_as_it_was_sampled(tmp_path: Path, task: Path
         run.wait_for("an endpoint for agents", lambda status: len(re.findall(r"policy at (\S+)", worker.text())) == 2)
         address = re.findall(r"policy at (\S+)", worker.text())[-1]
         said = {style: converse(address, style) for style in STYLES}
-        run.complete()
+        run.complete(1, 9)
         reading.join(30)
         rows = run.rows("trainer")
 

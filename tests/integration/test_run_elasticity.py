@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_run import Run, clients, slow_hook
+from live_run import Run, clients
 
 pytestmark = pytest.mark.integration
 
@@ -30,11 +30,10 @@ def rate(run: Run) -> float:
 
 
 def test_a_second_worker_raises_the_rate_and_has_verified_weights_before_its_first_lease(tmp_path: Path, task: Path) -> None:
-    hook = slow_hook(tmp_path, GROUP_S)
     with Run(
         tmp_path,
         task,
-        rollout__custom_generate_function_path=hook,
+        slow_s=GROUP_S,
         rollout__num_rollout=200,
         rollout__max_running_groups=2,
         broker__max_staleness=4,

@@ -21,7 +21,7 @@ class Watch:
     def is_trained(self, sample):
         return sample.trajectory != 0
 
-    def on_group(self, samples, is_kept, dataset):
+    def on_group(self, samples, is_kept, task):
         self.groups += 1
 
     def log(self):
@@ -43,8 +43,7 @@ def test_the_samples_of_an_environment_are_trained(tmp_path: Path, task: Path, m
         shutil.copytree(ROOT / "tests/fixtures/environment/sums", tmp_path / "sums")
         (tmp_path / "watch.py").write_text(HOOKS)
         run.start_all()
-        run.complete()
-        run.assert_accounted(STEPS)
+        run.complete(STEPS)
         rows = run.rows("trainer")
         assert len(rows) == STEPS
         assert any(row["grad_norm"] > 0 for row in rows), rows

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from live_run import SLIMEBUS, Process, Run, clients, slow_hook
+from live_run import SLIMEBUS, Process, Run, clients
 
 pytestmark = pytest.mark.integration
 
@@ -17,8 +17,7 @@ def engine_of(worker: Process) -> psutil.Process:
 
 
 def test_a_killed_engine_is_replaced_and_another_worker_finishes_what_a_killed_one_had(tmp_path: Path, task: Path) -> None:
-    hook = slow_hook(tmp_path, 0.3)
-    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, rollout__num_rollout=8) as run:
+    with Run(tmp_path, task, slow_s=0.3, constants={"CLIENT_TIMEOUT_S": 8}, rollout__num_rollout=8) as run:
         *_, first = run.start_all()
         before = run.wait_for("a trained step", lambda s: s["step"] >= 1)
         engine_of(first).kill()
@@ -32,16 +31,14 @@ def test_a_killed_engine_is_replaced_and_another_worker_finishes_what_a_killed_o
         _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive, f"outlived their worker: {[p.cmdline() for p in alive]}"
         run.start("rollout", name="w2")
-        run.complete()
-        run.assert_accounted(num_steps=8)
+        run.complete(8)
         moves = run.final_status()["moves"]
         assert held >= 1
         assert sum(count for move, count in moves.items() if move.startswith("leased>queued")) >= held, moves
 
 
 def test_a_worker_told_to_end_gives_its_groups_back_at_once(tmp_path: Path, task: Path) -> None:
-    hook = slow_hook(tmp_path, 600)
-    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, broker__lease_s=60) as run:
+    with Run(tmp_path, task, slow_s=600, broker__lease_s=60) as run:
         _, trainer, worker = run.start_all()
         run.wait_for("groups in w1's hands", lambda s: s["groups"]["leased"] >= 4)
         worker.send(signal.SIGTERM)
@@ -54,8 +51,7 @@ def test_a_worker_told_to_end_gives_its_groups_back_at_once(tmp_path: Path, task
 
 
 def test_up_starts_a_killed_broker_again_and_completes_the_run(tmp_path: Path, task: Path) -> None:
-    hook = slow_hook(tmp_path, 0.3)
-    with Run(tmp_path, task, rollout__custom_generate_function_path=hook) as run:
+    with Run(tmp_path, task, slow_s=0.3) as run:
         up = run.start("up")
         before = run.wait_for("two trained steps", lambda s: s["step"] >= 2)
         port = int(run.address.rpartition(":")[2])
@@ -63,22 +59,19 @@ def test_up_starts_a_killed_broker_again_and_completes_the_run(tmp_path: Path, t
         broker.kill()
         after = run.wait_for("the broker again", lambda s: up.text().count("broker was killed by SIGKILL") == 1)
         assert (after["step"] >= before["step"], after["lineage"]) == (True, before["lineage"])
-        run.complete()
-        run.assert_accounted(num_steps=6)
+        run.complete(6)
         assert [row["step"] for row in run.rows("batches")] == list(range(6)), "no step was trained twice"
 
 
 def test_a_killed_trainer_resumes_from_its_checkpoint_in_a_new_lineage(tmp_path: Path, task: Path) -> None:
-    hook = slow_hook(tmp_path, 0.3)
-    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, rollout__num_rollout=8, trainer__save_interval=3) as run:
+    with Run(tmp_path, task, slow_s=0.3, rollout__num_rollout=8, trainer__save_interval=3) as run:
         _, trainer, _ = run.start_all()
         before = run.wait_for("a step after the checkpoint", lambda s: s["oldest_checkpoint"] == 3 and s["step"] >= 5)
         trainer.kill()
         run.start("trainer")
         after = run.wait_for("a new lineage", lambda s: s["lineage"] != before["lineage"])
         assert before["step"] > after["step"] >= 3
-        run.complete()
-        run.assert_accounted(num_steps=8)
+        run.complete(8)
         rows = run.rows("batches")
         lineages = list(dict.fromkeys(row["lineage"] for row in rows))
         assert len(lineages) == 2
@@ -92,8 +85,7 @@ def test_a_killed_trainer_resumes_from_its_checkpoint_in_a_new_lineage(tmp_path:
 
 def test_a_run_whose_workers_never_get_the_last_version_ends_and_says_why(tmp_path: Path, task: Path) -> None:
     evaluation = {"datasets": {"held": {"path": f"{task}/heldout.jsonl@[0:12]"}}, "skip_eval_before_train": True}
-    hook = slow_hook(tmp_path, 2.0)
-    with Run(tmp_path, task, rollout__num_rollout=1, rollout__custom_generate_function_path=hook, eval=evaluation) as run:
+    with Run(tmp_path, task, slow_s=2.0, constants={"CLIENT_TIMEOUT_S": 8}, rollout__num_rollout=1, eval=evaluation) as run:
         run.start("broker")
         trainer, worker = run.start("trainer"), run.start("rollout", name="w1")
         run.wait_for("the groups of the only step in w1's hands", lambda s: s["groups"]["leased"] >= 4)
@@ -109,7 +101,7 @@ def test_a_run_whose_workers_never_get_the_last_version_ends_and_says_why(tmp_pa
         why = "no connected worker serves version 1 and the trainer that could serve it has left"
         waiting = f"every step is trained; 0 of 12 prompts are evaluated at version 1; {why}; this evaluation ends in "
         run.wait_for("who is waited for", lambda s: any(line.startswith(waiting) for line in s["waiting"]))
-        run.complete()
+        run.complete(1)
         found = run.final_status()
         assert [(row["done"], row["num_samples"], row["reason"]) for row in found["evaluations"]] == [(True, 0, why)]
         assert (found["state"], found["stalled"], found["waiting"]) == ("finished", None, [])

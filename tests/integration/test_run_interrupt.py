@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from live_run import Process, Run, slow_hook
+from live_run import Process, Run
 
 pytestmark = pytest.mark.integration
 
@@ -25,8 +25,7 @@ def press_ctrl_c(run: Run, process: Process) -> float:
 
 
 def test_ctrl_c_ends_up_and_all_it_started_and_up_again_completes_the_run(tmp_path: Path, task: Path) -> None:
-    hook = slow_hook(tmp_path, 0.3)
-    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, rollout__num_rollout=8) as run:
+    with Run(tmp_path, task, slow_s=0.3, rollout__num_rollout=8) as run:
         early = run.start("up")
         run.wait_for("a broker", lambda s: True)
         assert press_ctrl_c(run, early) < LEAVE_S, "while trainer and engine are starting"
@@ -38,7 +37,7 @@ def test_ctrl_c_ends_up_and_all_it_started_and_up_again_completes_the_run(tmp_pa
         assert middle.popen.returncode == 130
 
         last = run.start("up")
-        assert last.wait() == 0, last.tail()
+        last.ends(0)
         run.assert_none_alive(within_s=1.0)
         run.assert_accounted(num_steps=8)
         rows = run.rows("batches")
@@ -60,19 +59,17 @@ def test_nothing_outlives_up(tmp_path: Path, task: Path, number: signal.Signals,
 
 
 def test_a_trainer_that_is_told_to_stop_saves_the_step_it_is_at_and_goes_on_from_there(tmp_path: Path, task: Path) -> None:
-    changes = {"rollout__num_rollout": 8, "rollout__custom_generate_function_path": slow_hook(tmp_path, 0.3)}
-    with Run(tmp_path, task, trainer__save_interval=0, **changes) as run:
+    with Run(tmp_path, task, slow_s=0.3, trainer__save_interval=0, rollout__num_rollout=8) as run:
         run.start("broker")
         run.start("rollout", name="w1")
         trainer = run.start("trainer")
         run.wait_for("three steps", lambda s: s["step"] >= 3)
         trainer.send(signal.SIGTERM)
-        assert trainer.wait() == 0, trainer.tail()
+        trainer.ends(0)
         stopped = re.search(r"stopped before step (\d+); all steps before it are saved", trainer.text())
         assert stopped, trainer.tail()
         run.start("trainer")
-        run.complete()
-        run.assert_accounted(num_steps=8)
+        run.complete(8)
         assert [row["step"] for row in run.rows("batches")].count(int(stopped[1]) - 1) == 1, "nothing saved is trained again"
 
 
@@ -84,5 +81,5 @@ def test_a_trainer_whose_broker_is_gone_leaves_soon_and_says_what_is_lost(tmp_pa
         run.wait_for("three steps", lambda s: s["step"] >= 3)
         broker.kill()
         trainer.send(signal.SIGTERM)
-        assert trainer.wait(20) == 0, trainer.tail()
+        trainer.ends(0, 20)
         assert "interrupted without saving; the run goes on from step 0" in trainer.text()

@@ -109,7 +109,7 @@ def test_the_newest_trained_samples_are_kept_and_trained_again(seen: Seen) -> No
     assert [step["groups"] for step in steps] == [seen.run.trained()[step["step"]]["groups"] for step in steps]
     assert all(group.num_samples == SAMPLES_A_GROUP for folder in folders for group in read_groups(folder))
     done = seen.run.start("trainer", "--replay", str(folders[0].parent))
-    assert done.wait() == 0, done.tail()
+    done.ends(0)
     replayed = [json.loads(line)["step"] for line in (seen.run.run_dir / "replay" / "trainer.jsonl").read_text().splitlines()]
     assert replayed == [step["step"] for step in steps]
 
@@ -117,7 +117,7 @@ def test_the_newest_trained_samples_are_kept_and_trained_again(seen: Seen) -> No
 def test_a_step_is_one_trace_of_the_life_of_each_sample(seen: Seen) -> None:
     out = seen.run.folder / "step.json"
     done = seen.run.command("trace", [sys.executable, "-m", "slimebus", "trace", str(seen.run.run_dir), "--step", "3", "--out", str(out)])
-    assert done.wait(60) == 0, done.tail()
+    done.ends(0, 60)
     events = json.loads(out.read_text())["traceEvents"]
     pid = next(e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "samples of step 3")
     lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid}

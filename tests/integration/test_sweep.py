@@ -38,7 +38,7 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path: Path, task: Path)
         assert trial(tmp_path / "out", "max_staleness=2,seed=0")["state"] == "running"
 
         second = run.command("sweep", command)
-        assert second.wait() == 0, second.tail()
+        second.ends(0)
         for eta in (0, 2):
             found = trial(tmp_path / "out", f"max_staleness={eta},seed=0")
             assert (found["state"], found["starts"]) == ("done", 2), second.tail()

@@ -1,14 +1,11 @@
 """A place that is taken: who is alive keeps it, who was killed is back at once, and --take-over replaces."""
 
-import time
 from pathlib import Path
 
 import pytest
-from live_broker import LiveBroker
-from live_run import Run, slow_hook
-from scripted import beat, begin
+from live_run import Run
+from scripted import beat
 
-from slimebus.bus.errors import Fenced, SlimebusError
 from slimebus.bus.messages import Heartbeat
 from slimebus.bus.transport.client import Client
 
@@ -25,15 +22,13 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def test_a_second_process_is_refused_a_killed_one_is_back_at_once_and_take_over_replaces(tmp_path: Path, task: Path) -> None:
-    changes = {"rollout__num_rollout": 10_000, "rollout__custom_generate_function_path": slow_hook(tmp_path, 0.3)}
-    with Run(tmp_path, task, broker__heartbeat_s=BEAT_S, **changes) as run:
+    with Run(tmp_path, task, slow_s=0.3, broker__heartbeat_s=BEAT_S, rollout__num_rollout=10_000) as run:
         run.start("broker")
         trainer, worker = run.start("trainer"), run.start("rollout", name="w1")
         before = run.wait_for("a trained step", lambda s: s["step"] >= 1)
         for role, name, living in (("trainer", "", trainer), ("rollout", "w1", worker)):
             second = run.start(role, name=name)
-            second.expected.add(2)
-            assert second.wait() == 2, second.tail()
+            second.ends(2)
             assert f"(process {living.pid} on host " in second.text()
             assert WAITS in second.text()
             assert "is alive; --take-over replaces it" in second.text()
@@ -68,8 +63,7 @@ def test_a_refused_process_writes_nothing_into_the_run_directory(tmp_path: Path,
             run.wait_for("the page's config", lambda s: (run.run_dir / "config.json").exists())
             found = contents(run.run_dir)
             second = run.start(role, name="" if role == "trainer" else "w1")
-            second.expected.add(2)
-            assert second.wait() == 2, second.tail()
+            second.ends(2)
             assert contents(run.run_dir) == found
             assert client.call(Heartbeat(), timeout_s=5)
         finally:
@@ -82,36 +76,7 @@ def test_a_second_up_in_the_folder_of_a_running_one_is_refused_before_it_writes(
         run.wait_for("a broker", lambda s: (run.run_dir / "config.json").exists())
         found = contents(run.run_dir)
         up = run.start("up", "--bind", "tcp://127.0.0.1:0")
-        up.expected.add(2)
-        assert up.wait() == 2, up.tail()
+        up.ends(2)
         assert f"the run in {run.run_dir} is running" in up.text()
         assert contents(run.run_dir) == found
         assert not (run.run_dir / "logs").exists()
-
-
-def test_a_process_that_was_stopped_is_replaced_when_it_is_silent_and_fenced_when_it_wakes_up(tmp_path: Path) -> None:
-    with LiveBroker(tmp_path, broker={"heartbeat_s": 0.3}) as broker:
-        silent = broker.client("w", "rollout")  # connected, and says nothing more
-        silent.call(Heartbeat(), timeout_s=5)
-        started = time.monotonic()
-        second = broker.client("w", "rollout")
-        assert time.monotonic() - started > 0.5, "three heartbeats"
-        second.call(Heartbeat(), timeout_s=5)
-        with pytest.raises(Fenced, match="newer"):
-            silent.call(Heartbeat(), timeout_s=5)
-
-
-def test_after_a_restart_of_the_broker_a_living_process_keeps_its_place_and_a_dead_one_is_soon_replaced(tmp_path: Path) -> None:
-    with LiveBroker(tmp_path, broker={"heartbeat_s": 10.0}, rollout={"num_rollout": 6}) as broker:
-        trainer, worker = broker.client("t", "trainer"), beat(broker.client("w", "rollout"), 0.2)
-        begin(trainer)
-        broker.kill()
-        trainer.close(goodbye=False)
-        broker.start()
-        started = time.monotonic()
-        broker.client("t2", "trainer")
-        assert time.monotonic() - started < 25, "three heartbeats are 30 s"
-        with pytest.raises(SlimebusError, match="is alive") as refused:
-            broker.client("w", "rollout")
-        assert refused.value.code == "name_in_use"
-        worker.call(Heartbeat(), timeout_s=5)

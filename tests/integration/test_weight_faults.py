@@ -3,9 +3,6 @@
 Publishers, workers and engines are processes. Somebody who knows the true weights of every version asks the engines all the while.
 """
 
-import contextlib
-import re
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
-from live_run import Run, slow_hook
 from slow_link import SlowLink
 from waiting import wait_until
-from weight_run import ENGINE_KEY, Child, Engine, Observer, judge
+from weight_run import Child, Observer, judge
 
-from slimebus.bus.errors import WeightsError
-from slimebus.process.launch import free_port
 from slimebus.weights.host.shared_folder import PREFIX
-from slimebus.weights.pull.puller import WeightPuller
 
 pytestmark = pytest.mark.integration
 
@@ -110,71 +103,6 @@ def test_a_trainer_killed_in_the_middle_of_a_pull_and_its_successor_from_an_olde
     observer.wait_for("new:2")
     order = judge(observer.stop(), stage.model, stage.folder, {"old:2", "new:1", "new:2"})
     assert order == ["old:2", "new:1", "new:2"]
-
-
-class Collector:
-    """Pulls every version that it can from a trainer, by a way of its own: what engines serve is compared with it."""
-
-    def __init__(self, address: str) -> None:
-        self.versions: dict[str, Any] = {}
-        self._puller, self._stop = WeightPuller([address], stall_s=0.5), threading.Event()
-        self._thread = threading.Thread(target=self._collect, daemon=True)
-        self._thread.start()
-
-    def _collect(self) -> None:
-        have = None
-        while not self._stop.is_set():
-            with contextlib.suppress(WeightsError):
-                have = self._puller.pull(have, deadline_s=2.0)
-                self.versions[f"{have.lineage}:{have.version}"] = have.tensors
-            time.sleep(0.02)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._puller.cancel()
-        self._thread.join(10)
-        self._puller.close()
-
-
-def test_a_whole_run_whose_trainer_is_killed_in_the_middle_of_a_pull(tmp_path: Path, task: Path) -> None:
-    """Broker, trainer on megatron, worker and engine. The link from the trainer to the worker is slow, so that it is cut in the middle."""
-    port = free_port()
-    address, link = f"tcp://127.0.0.1:{port}", SlowLink(f"tcp://127.0.0.1:{port}", host="127.0.0.2", port=port)
-    changes = {
-        "engine__engine_api_key": ENGINE_KEY,
-        "weights__weights_bind": address,
-        "weights__weights_advertise": "127.0.0.2",
-        "rollout__num_rollout": 8,
-    }
-    hook = slow_hook(tmp_path, 0.2)
-    with Run(tmp_path, task, rollout__custom_generate_function_path=hook, trainer__save_interval=3, **changes) as run:
-        run.start("broker")
-        trainer, worker = run.start("trainer"), run.start("rollout", name="w")
-        collector = Collector(address)
-        first = run.wait_for("a step after the checkpoint", lambda s: s["oldest_checkpoint"] == 3 and s["step"] >= 4)
-        observer = Observer(Engine(re.findall(r"started engine cpu at (\S+)", worker.text())[-1]))
-        link.rate, before = 30 * KIB, link.carried
-        wait_until("the middle of a pull", lambda: link.carried - before > 10 * KIB)
-        trainer.kill()
-        time.sleep(1.0)
-        link.rate = None
-        run.start("trainer")
-        second = run.wait_for("a new lineage", lambda s: s["lineage"] != first["lineage"])["lineage"]
-        wait_until("answer with weights of the new lineage", lambda: any(s.tag.startswith(second) for s in observer.seen), timeout_s=120.0)
-        run.wait_for("steps of the new lineage", lambda s: s["step"] >= 6 or s["state"] == "finished")
-        seen = observer.stop()
-        run.complete(timeout_s=120)
-        collector.close()
-        link.close()
-        run.assert_accounted(num_steps=8)
-    seen = [s for s in seen if ":" in s.tag]
-    order = judge(seen, task / "model", tmp_path, {s.tag for s in seen}, known=collector.versions)
-    assert len(collector.versions.keys() & set(order)) >= 2, "hardly any version was compared"
-    lineages = list(dict.fromkeys(tag.partition(":")[0] for tag in order))
-    assert lineages == [first["lineage"], second], "in this order, and never back"
-    numbers = {name: [int(tag.partition(":")[2]) for tag in order if tag.startswith(name)] for name in lineages}
-    assert all(found == sorted(found) for found in numbers.values())
-    assert numbers[second][0] >= 3, "the checkpoint's version"
 
 
 def test_a_trainer_that_was_replaced_but_lives_on_is_not_listened_to(stage: Stage) -> None:

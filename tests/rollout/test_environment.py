@@ -64,8 +64,17 @@ def test_tasks_are_prompts_a_slice_of_them_too_and_are_known_again(base: Path) -
     rows = rows_of(base)
     assert rows[3]["prompt"] == [{"role": "user", "content": "3+3"}]
     assert [row["prompt"][0]["content"] for row in rows_of(base, "environment@[38:]")] == ["38+38", "39+39"]
-    verifiers, config = load("sums", base)
-    assert [row["metadata"]["task"] for row in rows] == list(tasks_of(verifiers.load_taskset(config.taskset)))
+    verifiers, config, select = load("sums", base)
+    assert [row["metadata"]["task"] for row in rows] == list(tasks_of(verifiers.load_taskset(config.taskset), select))
+
+
+def test_tasks_without_an_end_need_a_limit(base: Path) -> None:
+    endless = "class Endless(Sums):\n    INFINITE = True\n    def load(self):\n        yield from super().load()\n"
+    (base / "endless.py").write_text(f"from sums import Sums\n__all__ = ['Endless']\n{endless}        raise OSError('no end')\n")
+    with pytest.raises(ConfigError, match="its tasks have no end; name a TOML file that has a `limit` of them"):
+        rows_of(base, name="endless")
+    (base / "some.toml").write_text('[env.taskset]\nid = "endless"\n[select]\nskip = 2\nlimit = 3\n')
+    assert [row["prompt"][0]["content"] for row in rows_of(base, name="some.toml")] == ["2+2", "3+3", "4+4"]
 
 
 @pytest.mark.parametrize(

@@ -3,33 +3,15 @@
 import asyncio
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from letters import Letters
+from talk import Policy, session
 
-from rollout.samples.response import Response, Task
 from rollout.samples.session import Session
 from rollout.tools import McpAgent
 from slimebus.bus.errors import HookError
 
-END = 0
 SERVER = Path(__file__).parents[1] / "fixtures" / "mcp_server.py"
-
-
-class Policy:
-    """Says the n-th text, and ends it; `seen` are the contexts."""
-
-    def __init__(self, *texts: str) -> None:
-        self.texts, self.seen, self.sampled = list(texts), list[str](), list[int]()
-
-    async def sample(self, tasks: list[Task], begun: Any = None) -> list[Response]:
-        (task,) = tasks
-        ids = np.append(Letters().encode(self.texts.pop(0)), END).astype(np.int32)
-        self.seen.append(Letters().decode(task.prompt_ids))
-        self.sampled += ids.tolist()
-        return [Response(task=task, token_ids=ids, logprobs=np.full(len(ids), -1.0), versions=[(1, len(ids))], text="")]
 
 
 def call(name: str, arguments: str = "{}") -> str:
@@ -37,20 +19,19 @@ def call(name: str, arguments: str = "{}") -> str:
 
 
 def play(policy: Policy, server: list[str], most_turns: int = 8) -> Session:
-    prompt = [{"role": "user", "content": "?"}]
-    session = Session(Task(prompt=prompt, prompt_ids=Letters().encode_prompt(prompt), sampling={}), policy, Letters())  # type: ignore[arg-type]
+    made = session(policy)
 
     async def run() -> None:
         agent = McpAgent()
         agent.servers, agent.most_turns = [server], most_turns
         await asyncio.create_task(agent.setup())  # as the worker does: each call in a task of its own
         try:
-            await asyncio.create_task(agent.generate(session))
+            await asyncio.create_task(agent.generate(made))
         finally:
             await asyncio.create_task(agent.teardown())
 
     asyncio.run(run())
-    return session
+    return made
 
 
 @pytest.fixture
@@ -60,15 +41,15 @@ def server() -> list[str]:
 
 def test_the_policy_calls_tools_until_it_replies_without_a_call(server: list[str]) -> None:
     policy = Policy(call("add", '{"a": 2, "b": 3}') + call("nothing"), call("fail"), "5")
-    session = play(policy, server)
+    made = play(policy, server)
     assert '"The sum."' in policy.seen[0] or "'The sum.'" in policy.seen[0]
     assert policy.seen[1].endswith("tool:5;tool:error: there is no tool nothing;assistant:")
     assert "tool:error: " in policy.seen[2]
     assert "broken" in policy.seen[2]
-    (response,) = session.responses()
+    (response,) = made.responses()
     assert response.loss_mask is not None
     assert response.token_ids[response.loss_mask == 1].tolist() == policy.sampled
-    assert session.metadata == {"tool_turns": 2}
+    assert made.metadata == {"tool_turns": 2}
 
 
 def test_a_policy_that_only_calls_is_ended(server: list[str]) -> None:

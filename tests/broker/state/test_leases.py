@@ -94,11 +94,12 @@ def test_a_group_whose_samples_all_failed_is_tried_again_and_then_dead(begun_des
 def test_give_back_requeues_drops_or_fails(desk: Any) -> None:
     for outcome, phase in (("requeue", "queued"), ("drop", "dropped"), ("fail", "queued")):
         (group,) = desk.lease()
-        back = m.GiveBack(group=group.group, lease=group.lease, outcome=outcome, reason="why")
+        back = m.GiveBack(group=group.group, lease=group.lease, outcome=outcome, reason="why", num_tokens=7)
         assert desk.ask("w", back) == m.Ok()
         assert desk.ask("w", back) == m.Ok(), "a repeat is acknowledged"
         assert desk.status["groups"][phase] == 1
     assert desk.status["moves"]["leased>dropped returned: why"] == 1
+    assert {why: waste["tokens"] for why, waste in desk.status["waste"].items()} == {"returned: why": 14, "failed attempts": 7}
 
 
 def test_goodbye_returns_leases_at_once(desk: Any) -> None:

@@ -62,69 +62,6 @@ def test_requests_that_join_midway_get_what_transformers_gives(family: str, tmp_
         assert sequence.finish_reason == {"type": "length", "length": sequence.limit}
 
 
-def test_sampled_logprobs_are_those_of_the_distribution_sampled_from(qwen3, core_of, sequence_of):
-    path, model = qwen3
-    core = core_of(path)
-    sequences = [
-        sequence_of(f"{i}.", prompt, temperature=t, top_k=5) for i, (prompt, t) in enumerate(zip(prompts(3), (1.0, 0.7, 1.3), strict=True))
-    ]
-    core.add(sequences)
-    run(core)
-    for sequence in sequences:
-        ids = torch.tensor([sequence.prompt + sequence.output_ids])
-        with torch.no_grad():
-            logits = model(ids, use_cache=False).logits[0, len(sequence.prompt) - 1 : -1] / sequence.sampling.temperature
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(sequence.output_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(sequence.output_logprobs), expected, atol=1e-5, rtol=0)
-
-
-def test_an_aborted_sequence_keeps_what_it_has_and_the_others_go_on(qwen3, core_of, sequence_of):
-    path, model = qwen3
-    core = core_of(path)
-    sequences = [sequence_of(f"{i}.", prompt, max_new_tokens=10) for i, prompt in enumerate(prompts(4))]
-    core.add(sequences)
-    core.step()
-    core.step()
-    assert core.abort(lambda sequence: sequence.rid == "1.") == [sequences[1]]
-    run(core)
-    for index, sequence in enumerate(sequences):
-        expected, _ = greedy(model, sequence.prompt, 10)
-        assert sequence.output_ids == (expected[:3] if index == 1 else expected)
-    assert sequences[1].finish_reason["type"] == "abort"
-
-
-def test_a_retracted_sequence_ends_with_the_tokens_it_would_have_had(qwen3, core_of, sequence_of):
-    path, model = qwen3
-    core = core_of(path)
-    sequences = [sequence_of(f"{i}.", prompt, max_new_tokens=9) for i, prompt in enumerate(prompts(3))]
-    core.add(sequences)
-    core.step()
-    core.step()
-    core.retract()
-    assert not core.scheduler.running
-    run(core)
-    for sequence in sequences:
-        tokens, logprobs = greedy(model, sequence.prompt, 9)
-        assert (sequence.output_ids, sequence.num_retractions) == (tokens, 1)
-        torch.testing.assert_close(sequence.output_logprobs, logprobs, atol=1e-5, rtol=0)
-
-
-def test_weights_swapped_in_flight_are_used_from_the_next_token_and_recorded(qwen3, core_of, sequence_of, tmp_path):
-    path, model = qwen3
-    other = save_model(tmp_path, seed=7, head_dim=16, tie_word_embeddings=True)
-    core = core_of(path, version="v1")
-    early, late = (sequence_of(rid, prompts(1)[0], max_new_tokens=6) for rid in ("a", "b"))
-    core.add([early])
-    core.step()
-    core.swap_weights(core_of(tmp_path).model.weights, "v2")
-    core.add([late])
-    run(core)
-    assert early.version_spans == [("v1", 0, 2), ("v2", 2, 6)]
-    assert late.version_spans == [("v2", 0, 6)]
-    assert early.output_ids[:2] == greedy(model, early.prompt, 2)[0]
-    assert late.output_ids == greedy(other, late.prompt, 6)[0]
-
-
 def test_retract_and_swap_recompute_the_cache_with_the_new_weights(qwen3, core_of, sequence_of, tmp_path):
     path, _ = qwen3
     other = save_model(tmp_path, seed=7, head_dim=16, tie_word_embeddings=True)

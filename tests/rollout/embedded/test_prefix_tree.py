@@ -10,16 +10,6 @@ from rollout.embedded.kv_cache import PAGE_TOKENS, PrefixTree
 TOKENS = list(range(100, 100 + 3 * PAGE_TOKENS))
 
 
-def test_a_prefix_is_found_to_the_token_and_ends_in_the_page_that_has_it():
-    tree = PrefixTree()
-    tree.insert("", TOKENS[: PAGE_TOKENS + 5], [1, 2])
-    assert tree.match("", TOKENS) == ([1, 2], PAGE_TOKENS + 5)
-    assert tree.match("", TOKENS[: PAGE_TOKENS + 2]) == ([1, 2], PAGE_TOKENS + 2)
-    assert tree.match("", [*TOKENS[:3], 7, 7]) == ([1], 3)
-    assert tree.match("", [7]) == ([], 0)
-    assert tree.match("another key", TOKENS) == ([], 0)
-
-
 def test_what_goes_on_takes_the_place_of_what_it_continues():
     tree = PrefixTree()
     tree.insert("", TOKENS[:5], [1])

@@ -136,8 +136,12 @@ def test_a_conversation_that_was_rewritten_is_another_sample_and_counted() -> No
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 2}, r"\$.n`; what changes the shape or the meaning of an answer is refused; docs/agents.md"),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        ({"functions": [{"name": "add"}]}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"tools": [{"type": "custom", "custom": {"name": "sql"}}]}, "tools has one of type 'custom'; expected 'function'"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text alone"),
         ({"messages": []}, "messages"),
         ({"stop": [".", ""]}, "stop"),
@@ -147,23 +151,29 @@ def test_what_it_cannot_do_is_a_400_that_says_so(more: dict[str, Any], words: st
     async def agent(task: Task, client: AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=words):
             await ask(client, **({"messages": CHAT} | more))
+        with pytest.raises(openai.BadRequestError, match="suffix"):
+            await client.completions.create(model="any", prompt="a", suffix="b")
         await ask(client, CHAT)
 
     assert len(play(session(Policy("A")), agent).responses()) == 1
 
 
-def test_what_else_a_request_has_is_taken_without_effect() -> None:
+def test_what_else_a_request_has_is_taken_without_effect_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     async def agent(task: Task, client: AsyncOpenAI) -> None:
         named = {"type": "function", "function": {"name": "add"}}
         more = {"response_format": {"type": "json_object"}, "reasoning_effort": "low", "logit_bias": {"1": 5}, "prompt_cache_key": "x"}
+        more |= {"parallel_tool_calls": False, "service_tier": "auto", "store": True, "metadata": {"a": "b"}, "user": "me", "seed": 1}
         extra = {"chat_template_kwargs": {"enable_thinking": False}, "top_k": 5, "model": None}
         for choice in ("required", named):
             answer = await ask(client, CHAT, tools=TOOLS, tool_choice=choice, extra_body=extra, **more)
             assert answer.choices[0].message.tool_calls[0].function.name == "add"
         assert (await client.completions.create(model="any", prompt=[[ord("z")]])).choices[0].text == "C"
 
-    play(session(policy := Policy(CALL, CALL, "C")), agent)
+    with caplog.at_level("INFO", "rollout"):
+        play(session(policy := Policy(CALL, CALL, "C")), agent)
     assert policy.sampling == [{"max_new_tokens": 50}] * 3
+    assert caplog.text.count("a request's field 'response_format' is taken without effect") == 1
+    assert "response_format (2)" in caplog.messages[-1]
 
 
 def test_a_call_that_is_malformed_stays_text() -> None:
@@ -313,12 +323,16 @@ def test_an_agents_clients_share_their_connections() -> None:
     assert made.reward == 1.0
 
 
+SECRETS = ("SLIMEBUS_X", "HF_TOKEN", "AWS_SECRET_ID")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_an_agents_program_started_ends_with_its_session_and_with_a_killed_worker(tmp_path: Path, number: signal.Signals) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import asyncio, sys, signal\nfrom rollout.endpoint import Agent\n"
-        "class Own(Agent):\n    command = ['sh', '-c', f'sleep 987 & echo $! $SLIMEBUS_SECRET > {sys.argv[1]}; wait']\n"
+        "class Own(Agent):\n    variables = ['MY_API_KEY']\n"
+        "    command = ['sh', '-c', f'sleep 987 & echo $! $SLIMEBUS_X $HF_TOKEN $AWS_SECRET_ID $MY_API_KEY > {sys.argv[1]}; wait']\n"
         "class Nothing: prompt = label = metadata = None\n"
         "async def main():\n    task = asyncio.ensure_future(Own().run(Nothing, '', ''))\n"
         "    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)\n"
@@ -326,9 +340,10 @@ def test_what_an_agents_program_started_ends_with_its_session_and_with_a_killed_
         "asyncio.run(main())\n"
     )
     written = tmp_path / "pid"
-    process = subprocess.Popen([sys.executable, worker, written], env=os.environ | {"SLIMEBUS_SECRET": "key"})
+    process = subprocess.Popen([sys.executable, worker, written], env=os.environ | dict.fromkeys(SECRETS, "x") | {"MY_API_KEY": "mine"})
     wait_until("its process id", lambda: written.is_file() and written.read_text().endswith("\n"))
-    (pid,) = written.read_text().split()  # and no secret of ours
+    pid, *variables = written.read_text().split()
+    assert variables == ["mine"]
     process.send_signal(number)
     process.wait(20)
     wait_until("end of what it started", lambda: not psutil.pid_exists(int(pid)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from rollout.engines.sglang.client import EngineClient
 from rollout.engines.sglang.process import EngineProcess
 from rollout.samples.partials import Unfinished
 from rollout.samples.response import Task
-from slimebus.bus.errors import SlimebusError, UsageError
+from slimebus.bus.errors import SlimebusError, UsageError, WeightsError
 from slimebus.config.schema import EngineConfig, RunConfig
 from slimebus.weights.host.shared_folder import SharedVersion
 
@@ -134,18 +135,6 @@ def test_an_attached_engine_that_hangs_is_out_of_service_while_the_other_goes_on
         os.kill(server_of(two[0]), signal.SIGCONT)
 
 
-def test_an_idle_engine_that_hangs_is_found_too(model: Path, two: list[EngineProcess]):
-    async def talk(engines: Dispatch) -> None:
-        os.kill(server_of(two[0]), signal.SIGSTOP)
-        await until(lambda: engines.pool.engines[0].state.phase == "sick", 15)
-        await asyncio.wait_for(engines.sample([task(SHORT)]), 10)
-
-    try:
-        run(model, talk, **attached(two))
-    finally:
-        os.kill(server_of(two[0]), signal.SIGCONT)
-
-
 def test_an_engine_that_is_gone_is_asked_once_a_second_and_not_without_end(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool, "PROBE_PAUSE_S", 0.1)
     asked, lost = [], []
@@ -212,6 +201,29 @@ def test_a_worker_that_leaves_in_the_middle_of_an_update_leaves_no_attached_engi
                 assert await client.is_ready()
 
     run(model, talk, **attached(two))
+
+
+def test_refused_weights_are_served_by_nobody_and_what_was_running_is_given_back(model: Path, two: list[EngineProcess], tmp_path: Path):
+    shutil.copytree(model, tmp_path / "torn")
+    whole = (model / "model.safetensors").read_bytes()
+    (tmp_path / "torn" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+    async def talk(engines: Dispatch) -> None:
+        (engine,) = engines.pool.engines
+        running = asyncio.ensure_future(engines.sample([task(LONG)]))
+        await until(lambda: engine.running == 1, 10)
+        with pytest.raises(WeightsError, match="not a whole safetensors file"):
+            await engines.pool.update_weights(version(tmp_path / "torn", 2))
+        with pytest.raises(WeightsError, match="the group is given back"):
+            await running
+        assert (engine.report().state, engine.report().version) == ("sick", -1)
+        with pytest.raises(WeightsError, match="out of service"):
+            await engines.sample([task(SHORT)])
+        await engines.pool.update_weights(version(model, 3))
+        (response,) = await engines.sample([task(SHORT)])
+        assert (response.versions, engine.report().state, engine.report().version) == ([(3, 3)], "serving", 3)
+
+    run(model, talk, **attached(two[:1]))
 
 
 def test_an_engine_of_ours_answers_only_who_has_its_key_and_ps_does_not_show_it(model: Path):

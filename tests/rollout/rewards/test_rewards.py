@@ -173,6 +173,10 @@ for pid in {*range(1, 1 << 16)} - {os.getpid()}:
     "leave a daemon": "import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(1000)\nos._exit(0)",
     "disk": "f = open('/tmp/x', 'wb')\nwhile True: f.write(bytes(1 << 20))",
     "network": "import socket\nsocket.create_connection(('127.0.0.1', PORT), 2)\nprint('connected')",
+    "memory of several": "import os, time\nfor _ in range(3): os.fork()\nx = b'1' * (100 << 20)\ntime.sleep(1)\nprint('took it')",
+    "files in memory": "import os, time\nfor _ in range(16): os.write(os.memfd_create(''), bytes(31 << 20))\ntime.sleep(1); print('has')",
+    "shared memory": "import ctypes\nprint('got it' if ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0 else '')",
+    "a user namespace": "import ctypes\nprint('made it' if ctypes.CDLL(None).unshare(1 << 28) == 0 else '')",
     "mount": "import ctypes\nprint('mounted' if ctypes.CDLL(None).mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None) == 0 else '')",
 }
 
@@ -227,6 +231,7 @@ os._exit(0)
 @needs_namespaces
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_code_is_contained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "MAX_MEMORY", 400 << 20)
     with socket.create_server(("127.0.0.1", 0)) as server:
         begun = time.monotonic()
         _, out, _ = code.run(HOSTILE[name].replace("PORT", str(server.getsockname()[1])), seconds=2)

@@ -113,24 +113,6 @@ def test_a_sample_ended_by_a_weight_update_is_continued_with_the_tokens_it_has(t
     assert second.token_ids.tolist() == [9]
 
 
-def test_leaving_ends_running_samples_and_hands_over_what_they_have(tmp_path: Path) -> None:
-    client = Scripted([completion([1], "abort", 3), completion([2, 0], "stop", 3)])
-
-    async def run() -> list[Response]:
-        client.release.clear()
-        made = engines(client, tmp_path)
-        sampling = asyncio.create_task(made.sample([task(0), task(1)]))
-        await asyncio.sleep(0)
-        await made.leave()
-        with pytest.raises(partials.Unfinished, match="1 of 2 samples are unfinished") as unfinished:
-            await sampling
-        return unfinished.value.responses
-
-    responses = asyncio.run(run())
-    assert [r.token_ids.tolist() for r in responses] == [[1], [2, 0]]
-    assert len(client.aborted) == 2
-
-
 def test_an_engine_that_ends_samples_without_a_token_again_and_again_is_an_error(tmp_path: Path) -> None:
     client = Scripted(*([completion([], "abort", 3)] for _ in range(20)))
     with pytest.raises(EngineError, match="10 times without making a token"):

@@ -3,7 +3,6 @@
 import asyncio
 import re
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,9 +180,13 @@ def test_what_a_reward_writes_into_its_response_is_checked(tmp_path: Path, line:
         make(maker(tmp_path, plug, custom_rm_path="plug.py:r"), n=1)
 
 
-@pytest.mark.parametrize("given", ["'text'", "{}", "[]", "[None]", "5", "[[1]]", "object()", "(x for x in [])", "[session, 1]"])
+@pytest.mark.parametrize(
+    "given", ["'text'", "{}", "[]", "[None]", "5", "[[1]]", "object()", "(x for x in [])", "[session, 1]", "[session] * 2"]
+)
 def test_what_is_no_session_is_an_error_of_its_group(tmp_path: Path, given: str) -> None:
-    with pytest.raises(PluginError, match=r"plug.py:g (gave .*expected None, its session|made no sample)"):
+    with pytest.raises(
+        PluginError, match=r"plug.py:g (gave .*expected None, its session|made no sample|gave a session twice: expected each once)"
+    ):
         make(maker(tmp_path, f"def g(session): return {given}\n", custom_generate_function_path="plug.py:g"))
 
 
@@ -231,12 +234,6 @@ def test_a_reward_may_be_a_number_of_any_kind(tmp_path: Path, value: str) -> Non
 def test_a_reward_that_is_no_number_fails_its_samples(tmp_path: Path, value: str) -> None:
     with pytest.raises(PluginError, match=r"reward plug.py:r gave .*expected a number within"):
         make(maker(tmp_path, f"import numpy as np\ndef r(response): return {value}\n", custom_rm_path="plug.py:r"))
-
-
-def test_what_a_reward_does_to_its_response_is_checked_too(tmp_path: Path) -> None:
-    plug = "def r(response):\n    response.metadata = {'found': object()}\n    return 1\n"
-    with pytest.raises(PluginError, match=r"reward plug.py:r gave a Response that cannot be used: a object cannot be sent"):
-        make(maker(tmp_path, plug, custom_rm_path="plug.py:r"))
 
 
 def test_a_filter_cannot_change_what_is_put(tmp_path: Path) -> None:
@@ -288,21 +285,6 @@ def test_when_the_engine_of_one_session_is_lost_the_others_of_the_group_stop_sam
     with pytest.raises(Unreachable, match="no engine"):
         make(maker(tmp_path, plug, Slow(), custom_generate_function_path="plug.py:g"))
     assert Slow.ended == 2
-
-
-def test_a_late_reward_fails_its_own_sample_alone(tmp_path: Path) -> None:
-    plug = "import time\ndef r(response):\n    if response.text == 'x1': time.sleep(30)\n    return 1\n"
-    made = maker(tmp_path, plug, custom_rm_path="plug.py:r", reward_timeout_s="0.2")
-
-    async def run() -> Any:
-        leased = LeasedGroup(group="0/1", lease=1, num_samples=3, deadline_s=60)
-        groups = await asyncio.gather(*(made.make(leased, record()) for _ in range(5)))
-        return groups
-
-    begun = time.monotonic()
-    for samples in asyncio.run(run()):
-        assert [s.status for s in samples] == ["completed", "failed", "completed"]
-    assert time.monotonic() - begun < 20
 
 
 def test_a_plugin_that_ignores_that_it_is_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,38 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from letters import Letters
+from talk import CHAT, END, Policy
 
 from rollout.samples.response import Response, Task, to_sample
 from rollout.samples.session import Session
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import NO_VERSION
-
-CHAT = [{"role": "user", "content": "hi"}]
-END = 0
-
-
-class Policy:
-    """Answers the n-th request with the n-th text and its end token, in version n; `seen` are the contexts, as text."""
-
-    def __init__(self, *texts: str, reason: str = "stop") -> None:
-        self.texts, self.reason, self.seen, self.tasks = list(texts), reason, [], []  # type: ignore[var-annotated]
-
-    async def sample(self, tasks: list[Task], begun: Any = None) -> list[Response]:
-        return [self._answer(task) for task in tasks]
-
-    def _answer(self, task: Task) -> Response:
-        number, text = len(self.seen), self.texts.pop(0)
-        self.seen.append(Letters().decode(task.prompt_ids))
-        self.tasks.append(task)
-        ids = np.append(Letters().encode(text), END)
-        return Response(
-            task=task,
-            token_ids=ids.astype(np.int32),
-            logprobs=np.full(len(ids), -1.0 - number, np.float32),
-            versions=[(number, len(ids))],
-            text="",
-            finish_reason=self.reason,
-        )
 
 
 def session(prompt: Any, policy: Policy, **limits: Any) -> Session:
@@ -68,8 +42,8 @@ def test_turns_and_what_was_observed_are_recorded_with_mask_logprobs_and_version
     assert sample.versions == [(NO_VERSION, 2), (0, 2), (NO_VERSION, 2), (1, 3)]
     assert (sample.trajectory, sample.turn, sample.status, response.text) == (2, 1, "completed", "yz")
     assert policy.seen == ["ab", "abx??"]
-    assert [task.sampling["max_new_tokens"] for task in policy.tasks] == [50, 3]
-    assert {task.session for task in policy.tasks} == {"0/1.2"}, "an engine that has the earlier turns is found by it"
+    assert [sampling["max_new_tokens"] for sampling in policy.sampling] == [50, 3]
+    assert policy.sessions == {"0/1.2"}, "an engine that has the earlier turns is found by it"
 
 
 def test_an_agent_that_sends_its_whole_conversation_makes_one_sample() -> None:
@@ -119,6 +93,24 @@ def test_a_context_that_does_not_begin_with_the_record_is_another_sample_of_the_
     assert [Letters().decode(r.token_ids) for r in (first, second)] == ["A", "B"]
     assert (first.turn, second.turn, first.task.index, second.task.index) == (0, 1, 2, 2)
     assert (first.versions, second.versions) == ([(0, 2)], [(1, 2)])
+
+
+def test_conversations_that_alternate_go_on_each_in_its_own_sample() -> None:
+    async def hook(session: Session) -> None:
+        mine, other = list(CHAT), [{"role": "system", "content": "sub"}]
+        for question in ("b", "c"):
+            for messages, tools in ((mine, [{"n": 1}]), (other, [])):
+                reply = await session.generate(messages, tools=tools)
+                messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": question}]
+            before = session.snapshot()
+            await session.generate([*mine[:2], {"role": "user", "content": "no"}], tools=[{"n": 1}])
+            session.restore(before)
+
+    policy = Policy("A", "X", "-", "B", "Y", "-")
+    responses = play(session(CHAT, policy), hook).responses()
+    assert [Letters().decode(r.token_ids[r.loss_mask == 1]) for r in responses] == ["AB", "XY"]
+    assert policy.seen[3:5] == ["[{'n': 1}]user:hi;assistant:A;user:b;assistant:", "system:sub;assistant:X;user:b;assistant:"]
+    assert [r.turn for r in responses] == [2, 3]
 
 
 def test_other_tools_before_the_first_turn_replace_the_prompt_and_later_ones_begin_another_sample() -> None:
@@ -193,7 +185,7 @@ def test_a_turn_ends_where_the_context_does() -> None:
 
     policy = Policy("x", "y")
     (response,) = play(session("ab", policy, max_context_len=6), hook).responses()
-    assert [task.sampling["max_new_tokens"] for task in policy.tasks] == [4]
+    assert [sampling["max_new_tokens"] for sampling in policy.sampling] == [4]
     assert (response.finish_reason, len(response.token_ids)) == ("length", 4)
 
 

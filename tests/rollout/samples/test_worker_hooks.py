@@ -45,7 +45,7 @@ def make(folder: Path, hooks: str, **fields: str) -> tuple[GroupMaker, list[Samp
         ("class Mine:\n    def log(self):\n        pass\n    def set_up(self):\n        pass\n", r"its set_up: did you mean 'setup'\?"),
         (
             "class Mine:\n    def on_group(self, samples):\n        pass\n",
-            r"on_group: too many .*called with \(samples, is_kept, dataset\)",
+            r"on_group: too many .*called with \(samples, is_kept, task\)",
         ),
         ("class Mine:\n    def __init__(self, a):\n        pass\n", "could not be made without arguments"),
         ("class Mine:\n    def __init__(self):\n        raise SystemExit(3)\n", "could not be made without arguments: SystemExit: 3"),
@@ -81,7 +81,8 @@ def test_what_it_changes_in_a_response_is_checked_and_rewarded(tmp_path: Path) -
 
 def test_a_dropped_group_is_shown_too_and_copies_alone_are_given(tmp_path: Path) -> None:
     hooks = (
-        "class Mine:\n    def on_group(self, samples, is_kept, dataset):\n        self.kept = is_kept\n        samples[0].reward = 9.0\n"
+        "class Mine:\n    def on_group(self, samples, is_kept, task):\n        assert (task.group, task.label) == ('0/1', 'ab')\n"
+        "        self.kept = is_kept\n        samples[0].reward = 9.0\n"
         "    def log(self):\n        return {'kept': float(self.kept)}\ndef keep(samples):\n    return False\n"
     )
     maker, samples = make(tmp_path, hooks, dynamic_sampling_filter_path="mine.py:keep")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from waiting import has_ended, wait_until
 
 import slimebus.process.process_guard
 from rollout.engines.sglang.process import ending
+from slimebus.process.process_guard import can_hide
 
 pytestmark = pytest.mark.integration
 
@@ -84,3 +86,27 @@ def test_a_command_that_a_signal_killed_is_said_to_be():
         os.kill(server, signal.SIGKILL)
         status = guard.wait(20)
     assert (status, ending(status), ending(2), ending(-9)) == (137, "killed by SIGKILL", "exit status 2", "killed by SIGKILL")
+
+
+@pytest.mark.skipif(not can_hide(), reason="the kernel makes no namespaces here")
+@pytest.mark.parametrize("end", [psutil.Process.terminate, psutil.Process.kill])
+def test_a_command_sees_no_hidden_folder_and_no_other_process_and_ends_with_its_guard(
+    tmp_path: Path, end: Callable[[psutil.Process], None]
+):
+    for name in ("hidden", "seen"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "key").write_text(name)
+    reads = f"cat {tmp_path}/*/key /proc/{os.getpid()}/environ; umount {tmp_path}/hidden; cat {tmp_path}/hidden/key; id -u; cat"
+    command = slimebus.process.process_guard.guarded(["sh", "-c", f"{reads}; sleep 987 & echo; wait"], [tmp_path / "hidden"])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("its input\n")
+        process.stdin.close()
+        told = [process.stdout.readline().strip() for _ in range(3)]
+        guard = psutil.Process(process.pid)
+        began = guard.children(recursive=True)
+        end(guard)
+    assert told == [f"seen{os.geteuid()}", "its input", ""]
+    assert len(began) >= 3
+    wait_until("end of the command", lambda: all(has_ended(one.pid) for one in began))

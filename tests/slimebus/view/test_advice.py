@@ -75,6 +75,8 @@ def test_the_largest_waste_is_told_with_its_share() -> None:
     assert stale.startswith("20% of the sampled tokens were wasted (stale): a larger broker.max_staleness")
     unused = advice(run(wasted={"stale": 10}, unused={"zero_variance": 4}))[2]
     assert unused.startswith("40% of the trained groups gave no gradient (zero_variance): prompts")
+    many = advice(run(wasted={f"returned: {i}": 8 for i in range(20)}))[2]
+    assert many == "14% of the sampled tokens were wasted, for 20 reasons: the status lists them."
 
 
 def test_a_run_that_trained_nothing_gets_none() -> None:

@@ -15,6 +15,7 @@ from rollout.engines.pool import EnginePool, check_shapes
 from rollout.engines.sglang.weights import WeightCalls
 from rollout.samples.response import Task
 from slimebus.bus.errors import ConfigError, SlimebusError, WeightsError
+from slimebus.bus.messages import NO_VERSION
 from slimebus.config.schema import EngineConfig, RunConfig
 from slimebus.weights.host.shared_folder import SharedTensor, SharedVersion
 from slimebus.weights.tensors import hash_bytes
@@ -203,8 +204,9 @@ def test_modes_that_keep_no_keys_and_values_have_the_cache_forgotten_before_it_g
     assert fake.asked == ["/pause_generation", *UPDATE, "/flush_cache", "/flush_cache", "/flush_cache", "/continue_generation"]
 
 
-@pytest.mark.parametrize("failing", [*UPDATE[1:], "/pause_generation"])
+@pytest.mark.parametrize("failing", [*UPDATE[1:], "/pause_generation", "/update_weights_from_disk"])
 def test_after_a_failure_the_engine_is_out_of_service_until_it_was_sent_everything(tmp_path: Path, failing: str) -> None:
+    is_disk = "disk" in failing
     fake = FakeSGLang()
 
     async def session(engine: Engine) -> None:
@@ -212,17 +214,17 @@ def test_after_a_failure_the_engine_is_out_of_service_until_it_was_sent_everythi
         fake.fails, fake.sent = {failing: 1}, []
         with pytest.raises(SlimebusError, match="it would not"):
             await update(engine, version(2, tmp_path, a=b"13", b=b"3"))
-        assert engine.state.phase == "sick"
-        assert engine.state.version == ""
+        report = engine.report()
+        assert (report.state, report.version, engine.state.version) == ("sick", NO_VERSION, "")
         assert fake.asked[-1] != "/continue_generation"
         with pytest.raises(WeightsError, match="out of service"):
             await engine.generate([[1]], [{}], ["r"])
         fake.sent.clear()
         await update(engine, version(2, tmp_path, a=b"13", b=b"3"))
-        assert (fake.sent, fake.is_paused, fake.is_open) == (["a", "b"], False, False)
+        assert (fake.sent, fake.is_paused, fake.is_open) == ([str(tmp_path)] if is_disk else ["a", "b"], False, False)
         assert (engine.state.phase, engine.state.version) == ("serving", "L:2")
 
-    talk(fake, session)
+    talk(fake, session, weight_route="disk" if is_disk else "broadcast")
 
 
 async def generating(engine: Engine, fake: FakeSGLang, folder: Path) -> "asyncio.Task[Any]":
