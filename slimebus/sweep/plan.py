@@ -46,8 +46,6 @@ class Plan(Section, frozen=True):
     """[trials] At the same time."""
     gpus: list[Natural] = []
     """[list] Numbers of GPUs, dealt evenly to the trials that run at the same time (CUDA_VISIBLE_DEVICES)."""
-    cpus: list[Natural] = []
-    """[list] Numbers of CPUs, dealt likewise (affinity, on Linux); empty: trials share all."""
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -124,9 +122,8 @@ def _contradictions(plan: Plan, axes: Mapping[str, Any]) -> Iterator[str]:
         yield f"axis: no {plan.axis!r} in grid{nearest_of(plan.axis, list(axes))}"
     if not plan.seeds:
         yield "seeds: none; expected at least one, such as [0]"
-    for name, ids in (("gpus", plan.gpus), ("cpus", plan.cpus)):
-        if len(ids) % plan.parallel:
-            yield f"{name}: {len(ids)} cannot be dealt evenly to {plan.parallel} trials at a time (parallel)"
+    if len(plan.gpus) % plan.parallel:
+        yield f"gpus: {len(plan.gpus)} cannot be dealt evenly to {plan.parallel} trials at a time (parallel)"
 
 
 Choice = tuple[str, dict[str, Any]]

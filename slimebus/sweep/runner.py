@@ -7,10 +7,9 @@ FOLDER/logs/NAME.log           all that its processes wrote
 
 import contextlib
 import json
-import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -121,11 +120,10 @@ class Runner:
         write_outcome(self.sweep, trial, outcome)
         wait_until_left(self.sweep.run_dir(trial), LEAVE_S)
         share = min(set(range(plan.parallel)) - {running.share for running in self.running})
-        gpus, cpus = (dealt(ids, plan.parallel, share) for ids in (plan.gpus, plan.cpus))
+        size = len(plan.gpus) // plan.parallel
+        gpus = plan.gpus[share * size : (share + 1) * size]
         arguments = ["up", *arguments_of(self.sweep.base, self.sweep.flags(trial)), "--workers", str(plan.workers)]
         child = group.start(trial.name, arguments, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
-        if cpus and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(child.process.pid, cpus)  # before it has started anything
         self.running.append(Running(trial, child, share, time.monotonic()))
         self.say(f"{self._heading(trial)} begins" + (f", start {outcome.starts}" if outcome.starts > 1 else ""))
 
@@ -168,12 +166,6 @@ def asked_refusals(sweep: Sweep) -> dict[str, list[str]]:
         raise SlimebusError(f"the trials' configs could not be checked:\n{done.stderr[-2000:]}")
     found: dict[str, list[str]] = json.loads(done.stdout)
     return found
-
-
-def dealt(ids: Sequence[int], parallel: int, share: int) -> Sequence[int]:
-    """The ids that one of `parallel` trials gets."""
-    size = len(ids) // parallel
-    return ids[share * size : (share + 1) * size]
 
 
 def reason_in(log: Path, code: int) -> str:

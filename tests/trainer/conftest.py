@@ -1,15 +1,16 @@
 """A tiny random Qwen3 on disk, and a policy on it."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tiny_model import save_model
 
 from slimebus.config import RunConfig
-from slimebus.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from slimebus.config.schema import AlgorithmConfig, BrokerConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from trainer.compat import cpu_compat
 
 cpu_compat.import_megatron()
@@ -44,9 +45,9 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def build_policy() -> Iterator[Callable[..., Policy]]:
-    """Builds a policy on a model directory; the one before is closed first."""
-    built: list[Policy] = []
+def build_policy() -> Iterator[Callable[..., Any]]:
+    """Builds a policy, or another learner, on a model directory; the one before is closed first."""
+    built: list[Any] = []
 
     def build(
         folder: Path,
@@ -58,17 +59,20 @@ def build_policy() -> Iterator[Callable[..., Policy]]:
         on_nonfinite: str = "skip",
         family: str = "",
         megatron: dict | None = None,
-    ) -> Policy:
+        required_fields: Sequence[str] = (),
+        learner: Any = Policy,
+    ) -> Any:
         while built:
             built.pop().close()
         config = RunConfig(
+            broker=BrokerConfig(required_fields=list(required_fields)),
             model=ModelConfig(family=family),
             optimizer=optimizer or OptimizerConfig(lr=1e-2, lr_warmup_iters=2),
             algorithm=algorithm or AlgorithmConfig(),
             trainer=TrainerConfig(max_tokens_per_gpu=max_tokens_per_gpu, params_dtype=dtype, on_nonfinite=on_nonfinite),
             megatron=megatron or {},
         )
-        built.append(Policy.build(config, str(folder)))
+        built.append(learner.build(config, str(folder)))
         return built[0]
 
     yield build

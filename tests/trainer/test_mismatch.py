@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_samples import made
 from msgspec.structs import replace
 
 from slimebus.bus.messages import NO_VERSION
@@ -21,14 +22,7 @@ from trainer.publish.rank_part import HostSnapshot
 
 
 def sample_of(version: int, *more: tuple[int, int]) -> Sample:
-    length = 4 + sum(count for _, count in more)
-    return Sample(
-        tokens=np.arange(length, dtype=np.int32),
-        loss_mask=np.ones(length, np.uint8),
-        rollout_logprobs=np.full(length, -3.0, np.float32),
-        versions=[(NO_VERSION, 2), (version, 2), *more],
-        reward=0.0,
-    )
+    return made((NO_VERSION, 2), (version, 2), *more)
 
 
 def test_samples_of_one_stale_version_that_is_kept_are_taken() -> None:

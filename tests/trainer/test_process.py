@@ -1,5 +1,6 @@
 """What a trainer's process loads before it joins, and says when it is interrupted."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,5 +41,7 @@ def test_an_interrupted_trainer_speaks_of_lost_steps_where_it_has_trained_any(
     monkeypatch.setattr(process.logs, "set_up", lambda *_, **__: None)
     (tmp_path / "config.json").write_text("{}")
     resolved = resolve(None, {"run_dir": str(tmp_path), "model.hf_checkpoint": str(tmp_path)}, {})
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     run_trainer(resolved, None, Debugging(), take_over=False, debug=False)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"  # rows are of ever new lengths
     assert ("interrupted without saving; the run goes on from step 0" in caplog.text) is bool(metrics)

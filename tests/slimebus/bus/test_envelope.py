@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from message_examples import EXAMPLES
 
 from slimebus.bus import envelope
 from slimebus.bus import messages as m
@@ -15,77 +16,6 @@ from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError
 
 GOLDEN = Path(__file__).parent / "golden"
 PROTOCOL = Path(__file__).parents[3] / "docs" / "protocol.md"
-
-EXAMPLES: list[m.Message] = [
-    m.Ok(),
-    m.Error(code="busy", text="4096 lease requests wait already (max_parked)", retryable=True),
-    m.Hello(role="rollout", instance="9f3c"),
-    m.Welcome(
-        run="demo",
-        epoch=3,
-        heartbeat_s=2.0,
-        lineage="a1",
-        version=7,
-        publishers=["tcp://h:1"],
-        digest="00ff",
-        hints="tcp://h:2",
-        max_message_bytes=1024,
-    ),
-    m.Heartbeat(
-        state="serving",
-        lineage="a1",
-        serving=7,
-        num_leases=2,
-        lease_sum=23,
-        leases=[11, 12],
-        metrics={"tokens_per_s": 950.0},
-        blocked_s=37.5,
-        blocked_at="p.py:7",
-    ),
-    m.HeartbeatReply(lineage="a1", version=7, publishers=["tcp://h:1"], list_leases=True, lost=[11], surplus=[12], recalled=[13]),
-    m.Goodbye(),
-    m.Hint(lineage="a1", version=7, publishers=["tcp://h:1"], recalls=2),
-    m.Lease(want=2, wait_s=30.0, lineage="a1", serving=7),
-    m.LeaseReply(
-        groups=[m.LeasedGroup(group="0/42", lease=11, num_samples=8, deadline_s=60.0, sampling={"temperature": 1.0, "stop": ["\n"]})]
-    ),
-    m.Put(group="0/42", lease=11, lineage="a1"),
-    m.PutReply(result="discarded", reason="lease 11 of group 0/42 is no longer held"),
-    m.GiveBack(group="0/42", lease=11, outcome="requeue", reason="draining"),
-    m.Resume(step=40, version=40, lineage="b2"),
-    m.Publish(lineage="b2", version=41, publishers=["tcp://h:1"], digest="00ff"),
-    m.Batch(step=41, wait_s=30.0),
-    m.BatchReply(step=41, version=41, groups=[m.BatchGroup(group="0/42", num_samples=8, num_tokens=4096, oldest_version=40)]),
-    m.Fetch(groups=["0/42", "0/43"]),
-    m.FetchReply(num_frames=[4, 4]),
-    m.Commit(step=41, checkpoint=40, unused={"0/42": "no reward spread"}, metrics={"loss": 0.25}),
-    m.Reject(step=41, groups={"0/42": "sample 1: a token id of 200000 in a vocabulary of 151936"}),
-    m.Finish(reason="all 42 steps are trained"),
-    m.Read(count=8, wait_s=30.0, after=40, needs=["teacher_logprobs"], extras=["teacher_logprobs"], shard=1, shards=2),
-    m.ReadReply(
-        groups=[m.ReadGroup(group="0/42", lease=11, position=41, num_frames=5, num_samples=8, num_tokens=4096, oldest_version=40)],
-        position=40,
-        num_skipped=0,
-    ),
-    m.PutFields(group="0/42", lease=11),
-    m.PutFieldsReply(result="gone", reason="group 0/42 is trained already"),
-    m.Status(),
-    m.StatusReply(),
-    m.Keys(have=3),
-    m.KeysReply(generation=4),
-    m.Evaluate(key="final", datasets=["held_out"], wait_s=60.0),
-    m.Push(key="extra/0", front=True),
-    m.PushReply(accepted=2, first="front/0", waiting=2),
-    m.EvaluateReply(done=False, reason="12 of 200 prompts of version 41 are scored"),
-    m.Set(key="c3", settings={"max_staleness": 4, "rollout_batch_size": 64}),
-    m.SetReply(step=42, changed={"max_staleness": (1, 4)}, settings={"max_staleness": 4, "on_stale": "requeue"}),
-    m.Edit(action="replay", groups=["0/42", "0/43"]),
-    m.Import(group="import/0/42", lineage="a1"),
-    m.Command(key="c4", action="attach", worker="w1", url="http://10.0.0.4:30000"),
-    m.CommandReply(done=True, text="http://10.0.0.4:30000: SGLang 0.5.23"),
-    m.EditReply(done={"0/42": "queued"}, refused={"0/43": "it is leased; only dead and dropped groups are replayed"}),
-]
-"""One of each message. The golden file of a message is its header frame with id 7, run demo, sender w1, epoch 3."""
 
 
 def _encode(message: m.Message) -> bytes:

@@ -6,7 +6,6 @@ SLIMEBUS_WRITE_GOLDEN=1 writes the golden files and the page anew.
 import json
 import os
 import struct
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ import msgpack
 import msgspec
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_envelope import EXAMPLES, GOLDEN
+from message_examples import EXAMPLES
 
 from slimebus.bus import envelope
 from slimebus.bus import messages as m
 from slimebus.bus.samples import Sample, decode_group, encode_group
 
+GOLDEN = Path(__file__).parent / "golden"
 PAGE = Path(__file__).parents[3] / "docs" / "protocol-bytes.md"
 FRAMES = GOLDEN / "frames"
 FIRST = GOLDEN / "first"

@@ -69,7 +69,7 @@ def test_settings_of_open_maps_keep_their_types_on_the_command_line(tmp_path: Pa
         ({"sets": {}}, "unknown key 'sets'; did you mean 'set'"),
         ({"set": {"seed": 1}}, "seed: the sweep sets it for each trial"),
         ({"axis": "eta", "grid": {"optimizer.lr": [1.0]}}, "axis: no 'eta' in grid"),
-        ({"cpus": [0, 1, 2], "parallel": 2}, "cpus: 3 cannot be dealt evenly to 2 trials"),
+        ({"gpus": [0, 1, 2], "parallel": 2}, "gpus: 3 cannot be dealt evenly to 2 trials"),
         ({"seeds": []}, "seeds: none"),
         ({"score": "foo"}, "score: 'foo' is no evaluation of"),
         ({"cases": [{"optimizer.lr": 1.0, "name": "a b"}, {"optimizer.lr": 2.0, "name": "a*b"}]}, "two trials are called case=a-b,seed=0"),

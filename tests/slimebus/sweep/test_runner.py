@@ -1,5 +1,4 @@
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +38,7 @@ class FakeGroup:
         lines = ["trainer | 1", "trainer | it broke: no such thing", "broker | bye"]
         log.write_text("\n".join([*lines, "slimebus: trainer ended with code 1 (log: x); ending the others", ""]))
         write_records(self.folder.parent / "trials" / role)
-        process = SimpleNamespace(pid=os.getpid(), poll=lambda: self.codes.get(role, 0))
+        process = SimpleNamespace(poll=lambda: self.codes.get(role, 0))
         self.children.append(SimpleNamespace(process=process, log_file=log, kill=lambda: None))
         return self.children[-1]
 

@@ -80,50 +80,41 @@ def with_bonus(groups: list[Any]) -> list[Any]:
     return groups
 
 
-def test_an_algorithm_in_one_file_is_checked_and_trains(tmp_path: Path, tied_model: Path, make_batch: Any) -> None:
+def test_an_algorithm_in_one_file_is_checked_and_trains(tmp_path: Path, tied_model: Path, make_batch: Any, closing: Any) -> None:
     assert algorithm_problems(config_of(tmp_path, rank_scale=-1)) == ["algorithm.settings.rank_scale: -1; expected above 0"]
     (unknown,) = algorithm_problems(config_of(tmp_path, rank_scal=2))
     assert unknown.endswith("run.yaml:4: algorithm.settings.rank_scal: no setting of ranked; did you mean 'rank_scale'?")
     resolved = config_of(tmp_path, rank_scale=2)
-    policy = Policy.build(resolved.config, str(tied_model), resolved.base)
-    try:
-        assert policy.objective.fields == {"bonus"}
-        metrics = [policy.train(with_bonus(make_batch()), num_steps=2) for _ in range(3)]
-    finally:
-        policy.close()
+    policy = closing(Policy.build(resolved.config, str(tied_model), resolved.base))
+    assert policy.objective.fields == {"bonus"}
+    metrics = [policy.train(with_bonus(make_batch()), num_steps=2) for _ in range(3)]
     assert [step["updated"] for step in metrics] == [2, 2, 2]
     assert [step["lr"] for step in metrics] == pytest.approx([0.005] * 3)
     assert metrics[0]["drift"] == pytest.approx(metrics[0]["logprob_mismatch_mean"], rel=1e-3)  # current: of before each optimizer step
     assert metrics[2]["loss"] < metrics[0]["loss"]
 
 
-def test_the_algorithm_of_the_document_trains(tmp_path: Path, tied_model: Path, make_batch: Any) -> None:
+def test_the_algorithm_of_the_document_trains(tmp_path: Path, tied_model: Path, make_batch: Any, closing: Any) -> None:
     page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
     (source,) = re.findall(r"```python\n([^`]*?class Brief.*?)```", page, re.DOTALL)
     (tmp_path / "brief.py").write_text(source)
     flags = {"algorithm.advantage_estimator": "brief.py:Brief", "algorithm.settings.token_price": 0.01, "algorithm.settings.eps_clip": 0.1}
     config, batch = resolve(None, flags, environ={}).config, make_batch()
-    policy = Policy.build(config, str(tied_model), tmp_path)
-    try:
-        assert policy.train(batch)["updated"] == 1
-        advantages = policy.objective.advantages(policy.objective.batch_of(batch, None))["advantages"].values
-    finally:
-        policy.close()
+    policy = closing(Policy.build(config, str(tied_model), tmp_path))
+    assert policy.train(batch)["updated"] == 1
+    advantages = policy.objective.advantages(policy.objective.batch_of(batch, None))["advantages"].values
     first = batch[0].samples
     rewards = np.array([s.reward - 0.01 * s.loss_mask.sum() for s in first])
     assert advantages[len(first[0].tokens) - 1] == pytest.approx(rewards[0] - rewards.mean(), rel=1e-5)
 
 
-def test_the_correction_of_the_document_trains(tmp_path: Path, tied_model: Path, make_batch: Any) -> None:
+def test_the_correction_of_the_document_trains(tmp_path: Path, tied_model: Path, make_batch: Any, closing: Any) -> None:
     page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
     (source,) = re.findall(r"```python\n([^`]*?class SoftCap.*?)```", page, re.DOTALL)
     (tmp_path / "soft.py").write_text(source)
     flags = {"algorithm.corrections": "soft.py:SoftCap", "algorithm.settings.soft_cap": 1e-9}
-    policy = Policy.build(resolve(None, flags, environ={}).config, str(tied_model), tmp_path)
-    try:
-        metrics = policy.train(make_batch())
-    finally:
-        policy.close()
+    policy = closing(Policy.build(resolve(None, flags, environ={}).config, str(tied_model), tmp_path))
+    metrics = policy.train(make_batch())
     assert metrics["soft_capped"] == 1.0
     assert metrics["loss"] == pytest.approx(0.0, abs=1e-6)
 
@@ -168,25 +159,21 @@ def odd_policy(folder: Path, model: Path, method: str) -> Policy:
 
 
 @pytest.mark.parametrize("method", ODD)
-def test_a_wrong_result_of_a_plug_in_names_it_and_changes_nothing(tmp_path: Path, tied_model: Path, make_batch: Any, method: str) -> None:
-    policy = odd_policy(tmp_path, tied_model, method)
-    try:
-        before = policy.logprobs(make_batch())
-        with pytest.raises(HookError, match=rf"^{re.escape(str(tmp_path))}/odd\.py:Odd.*{ODD[method]}"):
-            policy.train(make_batch())
-        assert np.array_equal(np.concatenate(before), np.concatenate(policy.logprobs(make_batch())))
-    finally:
-        policy.close()
+def test_a_wrong_result_of_a_plug_in_names_it_and_changes_nothing(
+    tmp_path: Path, tied_model: Path, make_batch: Any, closing: Any, method: str
+) -> None:
+    policy = closing(odd_policy(tmp_path, tied_model, method))
+    before = policy.logprobs(make_batch())
+    with pytest.raises(HookError, match=rf"^{re.escape(str(tmp_path))}/odd\.py:Odd.*{ODD[method]}"):
+        policy.train(make_batch())
+    assert np.array_equal(np.concatenate(before), np.concatenate(policy.logprobs(make_batch())))
 
 
-def test_measures_are_told_apart_by_name_whatever_their_order(tmp_path: Path, tied_model: Path, make_batch: Any) -> None:
+def test_measures_are_told_apart_by_name_whatever_their_order(tmp_path: Path, tied_model: Path, make_batch: Any, closing: Any) -> None:
     ones = "torch.ones_like(row.loss_mask)"
     measures = f'dict([("one", {ones}), ("two", 2 * {ones})][:: (-1) ** next(turn)])'
-    policy = odd_policy(tmp_path, tied_model, f"{LOSS}(-row.new_logprobs, {measures})")
-    try:
-        metrics = policy.train(make_batch())
-    finally:
-        policy.close()
+    policy = closing(odd_policy(tmp_path, tied_model, f"{LOSS}(-row.new_logprobs, {measures})"))
+    metrics = policy.train(make_batch())
     assert (metrics["one"], metrics["two"]) == pytest.approx((1, 2))
 
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_samples import made
+from msgspec.structs import replace
 
-from slimebus.bus.samples import Sample
 from trainer.batches.batch import Group
 from trainer.batches.flatten import flatten
 from trainer.batches.packed_layout import PackedLayout
@@ -15,17 +16,9 @@ from trainer.batches.packing import RankLayout, pack, plan_rows
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
 
-def sample_of(length, first=0):
-    return Sample(
-        tokens=np.arange(length, dtype=np.int32) + first,
-        loss_mask=np.ones(length, np.uint8),
-        rollout_logprobs=np.full(length, -1.0, np.float32),
-        versions=[(0, length)],
-    )
-
-
 def batch_of(lengths):
-    return flatten([Group("g", [sample_of(n, 100 * i) for i, n in enumerate(lengths)])])
+    samples = [made((0, length)) for length in lengths]
+    return flatten([Group("g", [replace(sample, tokens=sample.tokens + 100 * i) for i, sample in enumerate(samples)])])
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from slimebus.bus.errors import ConfigError
 from slimebus.bus.samples import Sample
-from slimebus.config import RunConfig
-from slimebus.config.schema import AlgorithmConfig, BrokerConfig, OptimizerConfig, TrainerConfig
+from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from trainer.batches.batch import Group
 from trainer.checkpoint.load import load_checkpoint
 from trainer.critic.critic import Critic, explained_variance
@@ -19,25 +18,14 @@ PPO = AlgorithmConfig(advantage_estimator="ppo", settings={"gamma": 1.0, "lambd"
 
 
 @pytest.fixture
-def build_critic():
+def build_critic(build_policy):
     """Builds a critic on a model directory; the one before is closed first."""
-    built = []
 
     def build(folder, algorithm=PPO, dtype="float32", lr=1e-3, required_fields=("values",)):
-        while built:
-            built.pop().close()
-        config = RunConfig(
-            broker=BrokerConfig(required_fields=list(required_fields)),
-            algorithm=algorithm,
-            optimizer=OptimizerConfig(lr=lr),
-            trainer=TrainerConfig(max_tokens_per_gpu=256, params_dtype=dtype),
-        )
-        built.append(Critic.build(config, str(folder)))
-        return built[0]
+        given = {"algorithm": algorithm, "dtype": dtype, "required_fields": required_fields, "max_tokens_per_gpu": 256}
+        return build_policy(folder, optimizer=OptimizerConfig(lr=lr), learner=Critic, **given)
 
-    yield build
-    while built:
-        built.pop().close()
+    return build
 
 
 def with_values(critic, groups):

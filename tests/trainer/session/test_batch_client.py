@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from made_samples import made
 
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.bus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Fetch, FetchReply, Ok, Reject
@@ -21,9 +22,7 @@ from trainer.session.step_batch import StepBatch
 
 
 def sample(version: int) -> Sample:
-    mask = np.array([0, 1, 1], np.uint8)
-    versions = [(NO_VERSION, 1), (version, 2)]
-    return Sample(tokens=np.zeros(3, np.int32), loss_mask=mask, rollout_logprobs=np.zeros(3, np.float32), versions=versions, reward=1.0)
+    return made((NO_VERSION, 1), (version, 2), mask=[0, 1, 1])
 
 
 SEVEN = BatchReply(step=7, version=7, max_staleness=2)
@@ -62,8 +61,8 @@ def client_of(closing: Callable[..., Any]) -> ClientOf:
     """The trainer's side of a broker, closed when the test is done."""
 
     def make(broker: Any, config: RunConfig | None = None, **options: Any) -> BatchClient:
-        made = BatchClient(broker, config or RunConfig(), 9, build_objective(config or RunConfig()), **options)
-        return closing(made)  # type: ignore[no-any-return]
+        client = BatchClient(broker, config or RunConfig(), 9, build_objective(config or RunConfig()), **options)
+        return closing(client)  # type: ignore[no-any-return]
 
     return make
 

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from made_samples import made
 
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
@@ -15,10 +16,7 @@ from trainer.session.step_batch import IdleSteps, StepBatch, StepPlan
 
 
 def sample(reward: float, length: int = 6, version: int = 3) -> Sample:
-    tokens = np.arange(length, dtype=np.int32) % 30
-    mask = np.array([0, *[1] * (length - 1)], np.uint8)
-    versions = [(NO_VERSION, 1), (version, length - 1)]
-    return Sample(tokens=tokens, loss_mask=mask, rollout_logprobs=np.full(length, -1.0, np.float32), versions=versions, reward=reward)
+    return made((NO_VERSION, 1), (version, length - 1), reward=reward, mask=[0, *[1] * (length - 1)])
 
 
 def batch(sizes: list[int], next_version: int = 4) -> StepBatch:

@@ -20,6 +20,14 @@ def entry(manifest: Manifest, name: str):
     return next(entry for entry in manifest.tensors if entry.name == name)
 
 
+@pytest.fixture
+def store(model):
+    """With the model as version 0."""
+    made = VersionStore()
+    made.publish(model)
+    return made
+
+
 def test_nothing_is_served_before_the_first_publish():
     store = VersionStore()
     assert store.newest is None
@@ -45,9 +53,7 @@ def test_versions_rise_by_one_and_say_what_changed(model, after):
         store.publish(model, version=8)
 
 
-def test_the_stages_of_a_publish_lie_within_its_time(model, after):
-    store = VersionStore()
-    store.publish(model)
+def test_the_stages_of_a_publish_lie_within_its_time(store, model, after):
     made = store.publish(after(model, 1, fraction=0.05))
     assert set(made.stage_s) == {"diff", "encode", "hash"}
     assert 0 < sum(made.stage_s.values()) < made.encode_s
@@ -88,10 +94,8 @@ def test_a_direct_delta_from_every_kept_base_equals_the_chain(model, after):
     assert {entry.kind for entry in store.manifest(store.lineage, 5).tensors} == {SAME}
 
 
-def test_a_lent_tensor_keeps_its_bytes_while_versions_go_on_and_is_gone_when_nobody_reads_it(model, after, monkeypatch):
+def test_a_lent_tensor_keeps_its_bytes_while_versions_go_on_and_is_gone_when_nobody_reads_it(store, model, after, monkeypatch):
     monkeypatch.setattr(store_module, "READ_GRACE_S", 0.3)
-    store = VersionStore()
-    store.publish(model)
     lent = store.read(store.lineage, 0, "embed", NO_BASE)
     store.publish(after(model, 1))
     assert bytes(lent) == model["embed"].tobytes()
@@ -123,9 +127,7 @@ def test_versions_that_are_not_here_are_gone(model, after):
             store.read(lineage, version, name, base)
 
 
-def test_tensors_may_come_go_and_change_their_form(model, after):
-    store = VersionStore()
-    store.publish(model)
+def test_tensors_may_come_go_and_change_their_form(store, model, after):
     other = dict(model)
     del other["half"]
     other["new"] = np.ones(5, np.float32)
@@ -139,9 +141,7 @@ def test_tensors_may_come_go_and_change_their_form(model, after):
     assert {entry.name for entry in manifest.tensors} == back.keys()
 
 
-def test_a_tensor_that_once_travelled_whole_has_no_delta_across_that_version(model, after):
-    store = VersionStore()
-    store.publish(model)
+def test_a_tensor_that_once_travelled_whole_has_no_delta_across_that_version(store, model, after):
     store.publish(after(model, 1))
     noise = np.random.default_rng(9).integers(0, 65536, model["embed"].shape).astype(np.uint16)
     store.publish({**after(model, 1), "embed": noise})
@@ -149,9 +149,7 @@ def test_a_tensor_that_once_travelled_whole_has_no_delta_across_that_version(mod
     assert [entry(store.manifest(store.lineage, base), "embed").kind for base in (0, 1, 2)] == [FULL, FULL, DELTA]
 
 
-def test_a_tensor_that_is_being_overwritten_is_gone(model, after, monkeypatch):
-    store = VersionStore()
-    store.publish(model)
+def test_a_tensor_that_is_being_overwritten_is_gone(store, model, after, monkeypatch):
     encode, refused = delta_codec.encode, []
 
     def read_meanwhile(base, target, **options):
@@ -180,9 +178,7 @@ def test_a_publish_with_a_wrong_tensor_changes_nothing(model, after):
     assert entry(store.manifest(store.lineage, 0), "embed").kind == DELTA
 
 
-def test_a_publish_that_fails_in_the_middle_leaves_no_version(model, after, monkeypatch):
-    store = VersionStore()
-    store.publish(model)
+def test_a_publish_that_fails_in_the_middle_leaves_no_version(store, model, after, monkeypatch):
 
     def fail(*args, **kwargs):
         raise MemoryError
