@@ -26,6 +26,15 @@ def written_here(name: str, value: object) -> str:
     return f". Here: {here}" if here else ""
 
 
+OF_MEGATRON = "; other fields of Megatron's configs, such as weight_decay, go under megatron"
+ELSEWHERE = {
+    "algorithm": "; what belongs to an algorithm or correction goes under algorithm.settings",
+    "optimizer": OF_MEGATRON,
+    "trainer": OF_MEGATRON,
+}
+"""Section -> where a key belongs that it does not have."""
+
+
 class Converter:
     """Makes the config of a map. What is wrong with a value is added to `problems`, its name to `broken`; its default stands in for it.
 
@@ -50,8 +59,7 @@ class Converter:
         values = given if isinstance(given, dict) else {}
         for key in values.keys() - fields.keys():
             near = nearest(prefix + str(key), [prefix + f for f in fields])
-            near += "; what belongs to an algorithm or correction goes under algorithm.settings" if name == "algorithm" else ""
-            self._refuse(f"{prefix}{key}", f"unknown key {prefix + str(key)!r}{near}")
+            self._refuse(f"{prefix}{key}", f"unknown key {prefix + str(key)!r}{near}{ELSEWHERE.get(name, '')}")
         chosen: dict[str, Any] = {}
         for key, field in fields.items():
             if key in values:

@@ -165,8 +165,8 @@ class Invariants:
                 self._check_grant(machine.state, message)
 
     def _note_skipped(self, state: State) -> None:
-        """A broker that lost all it knew skips as many prompts as the trainer says it has trained; docs/protocol.md, `resume`."""
-        if self._had_drawn == 0 and self.world.account.lost_suffix:
+        """A broker that lost all it knew, or begins anew, skips as many prompts as the trainer says it has trained; docs/protocol.md, `resume`."""
+        if self._had_drawn == 0 and (self.world.account.lost_suffix or self._freed_before):
             skipped = {self.world.scenario.source.id_at(position) for position in range(state.meta.cursor)}
             self._freed |= skipped - state.groups.by_id.keys()
 

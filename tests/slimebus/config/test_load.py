@@ -47,6 +47,8 @@ def test_flag_beats_file_beats_environment_beats_default(tmp_path: Path) -> None
     ("text", "message"),
     [
         ("broker:\n  max_stalenes: 2\n", "run.yaml:2: unknown key 'broker.max_stalenes'; did you mean 'broker.max_staleness'?"),
+        ("optimizer:\n  weight_decay: 0.1\n", "; other fields of Megatron's configs, such as weight_decay, go under megatron"),
+        ("algorithm:\n  eps_clip: 0.1\n", "; what belongs to an algorithm or correction goes under algorithm.settings"),
         ("rollout_batch_size: 3\n", "run.yaml:1: unknown key 'rollout_batch_size'; did you mean 'rollout.rollout_batch_size'?"),
         ("rollout:\n  num_rollout: many\n", "run.yaml:2: rollout.num_rollout: got 'many'; expected a whole number >= 1"),
         ("rollout:\n  num_rollout: 0\n", "run.yaml:2: rollout.num_rollout: got 0; expected a whole number >= 1"),
