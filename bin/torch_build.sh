@@ -8,14 +8,16 @@ has_gpu() { [ -e /proc/driver/nvidia/version ]; }
 torch_plan() { "${pip[@]}" --dry-run --no-deps --report - "$@" torch; }
 
 # choose_torch CPU CUDA: what the whole installation costs with each build. Without a GPU it is the CPU build, from where pip is set up to look
-# or else PyTorch's index, which is then added to `pip`. Silent when torch is there already.
+# or else PyTorch's index. Silent when torch is there already. Install torch with the options `torch_from` and --no-deps, and alone: with a second
+# index for all packages, a package of that index could take the place of another of the same name.
 choose_torch() {
-  local name=${0##*/} plan with_index
+  local name=${0##*/} plan from_index
+  torch_from=()
   plan=$(torch_plan)
   if [[ $plan == *'"nvidia-'* ]] && ! has_gpu; then
-    with_index=$(torch_plan --extra-index-url "$cpu_index" --timeout 10 --retries 0 2>/dev/null) || with_index=$plan
-    [[ $with_index == *'"nvidia-'* ]] || pip+=(--extra-index-url "$cpu_index")
-    plan=$with_index
+    from_index=$(torch_plan --index-url "$cpu_index" --timeout 10 --retries 0 2>/dev/null) || from_index=$plan
+    [[ $from_index == *'"nvidia-'* ]] || torch_from=(--index-url "$cpu_index")
+    plan=$from_index
   fi
   if [[ $plan != *'"nvidia-'* ]]; then
     [[ $plan != *'"name": "torch"'* ]] || echo "$name: torch's CPU build: $1"

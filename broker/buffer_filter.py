@@ -10,7 +10,7 @@ from broker.state.groups import Group
 from broker.state.records import BatchWanted, BufferFilter
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import MAX_BATCH_SIZE, NO_VERSION
-from slimebus.process import hooks
+from slimebus.hooks import hooks
 
 
 class ReadyGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,9 +14,9 @@ from slimebus.config.flags import ConfigCommand, accept_changes_option, config_a
 def broker(ctx: click.Context, run_yaml: Path | None, accept_changes: bool) -> None:
     """Run the broker: prompts, leases, the sample buffer, admission by staleness, batches, and their durable record.
 
-    Its state is under RUN_DIR/broker; started again with the same run directory it goes on where it was.
+    Its state is under RUN_DIR/broker; restarted with the same run directory, it resumes.
     """
     resolved = from_context(ctx, run_yaml)
-    from broker.process import run_broker
+    from broker.main import run_broker
 
     run_broker(resolved, debug=bool((ctx.obj or {}).get("debug")), accepts_changes=accept_changes)

@@ -16,7 +16,7 @@ from slimebus.security.keyring import Keyring, rows_of
 log = logging.getLogger("slimebus.broker")
 
 
-class Change(NamedTuple):
+class KeyringChange(NamedTuple):
     """What is new in the keys: names and public keys that were revoked, and whether the broker has another pair."""
 
     revoked: frozenset[str]
@@ -41,7 +41,7 @@ class KeyringWatcher:
                 self.server.reply(request, KeysReply(generation=generation), bulk)
         return others
 
-    def change(self) -> Change | None:
+    def change(self) -> KeyringChange | None:
         """What changed since the last call; None when nothing did."""
         keyring = self.keyring
         if keyring.generation == self._generation:
@@ -50,7 +50,7 @@ class KeyringWatcher:
         self._generation, self._grants, self._pair = keyring.generation, keyring.grants, keyring.pair
         names = {held.name for held in self._grants.values()}
         revoked = frozenset(held.name for held in before.values()) - names
-        return Change(revoked, bool(before.keys() - self._grants.keys()), pair != self._pair)
+        return KeyringChange(revoked, bool(before.keys() - self._grants.keys()), pair != self._pair)
 
 
 def security(endpoint: str, keyring: Keyring | None) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class LocalDispatch(Dispatch):
         for task in tasks:
             ids = self.tokenizer.encode(str(task.label) or "0")[: task.sampling.get("max_new_tokens") or None]
             completion = Completion(ids, np.full(len(ids), -1.0, np.float32), "stop", [])
-            made.append(partials.continued(partials.empty(task), completion, self.runs(completion)))
+            made.append(partials.continue_response(partials.empty_response(task), completion, self.version_runs(completion)))
         return made
 
     async def generate(
@@ -73,7 +73,7 @@ class LocalDispatch(Dispatch):
         finally:
             engine.running -= len(prompts)
 
-    def runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
+    def version_runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
         """One run of `version`."""
         return [(NO_VERSION if is_frozen else self.version, len(completion.output_ids))]
 
@@ -101,7 +101,7 @@ async def local_maker(resolved: Resolved, *, has_engine: bool = True, version: i
             await pool.stop()
 
 
-def leased(name: str, number: int, num_samples: int, sampling: dict[str, Any], kind: str = "eval") -> LeasedGroup:
+def make_lease(name: str, number: int, num_samples: int, sampling: dict[str, Any], kind: str = "eval") -> LeasedGroup:
     """A group as a broker would lease it."""
     dataset = name if kind == "eval" else ""
     return LeasedGroup(
@@ -109,7 +109,7 @@ def leased(name: str, number: int, num_samples: int, sampling: dict[str, Any], k
     )
 
 
-def records(resolved: Resolved, entry: str) -> Iterator[bytes]:
+def read_prompts(resolved: Resolved, entry: str) -> Iterator[bytes]:
     """The prompts of a file, or of a slice of it. Raises DataError with file, line and reason."""
     spec, reader = parse(str(resolved.path(entry))), LineReader(resolved.prompt_keys)
     with open_lines(spec.path, reader.keys) as file:
@@ -132,13 +132,13 @@ def evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, Any]]:
 
 async def _evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, Any]]:
     rows, room = [], asyncio.Semaphore(resolved.config.rollout.max_running_groups)
-    prompts = {name: list(records(resolved, resolved.config.eval.datasets[name].path)) for name in names}
+    prompts = {name: list(read_prompts(resolved, resolved.config.eval.datasets[name].path)) for name in names}
     async with local_maker(resolved) as maker:
 
         async def score(lease: LeasedGroup, record: bytes, scores: Scores) -> None:
             async with room:
                 try:
-                    samples = await maker.make(lease, record)
+                    samples = await maker.make_group(lease, record)
                 except (PluginError, EngineError) as bad:
                     log.warning("group %s: %s", lease.group, bad)
                     return scores.add([], lease.num_samples)
@@ -148,7 +148,9 @@ async def _evaluate(resolved: Resolved, names: Sequence[str]) -> list[dict[str, 
         for name in names:
             dataset, scores = resolved.config.eval.datasets[name], Scores()
             number, sampling = dataset.n_samples_per_eval_prompt, resolved.config.rollout.sampling | dataset.own_sampling
-            await asyncio.gather(*(score(leased(name, row, number, sampling), record, scores) for row, record in enumerate(prompts[name])))
+            await asyncio.gather(
+                *(score(make_lease(name, row, number, sampling), record, scores) for row, record in enumerate(prompts[name]))
+            )
             rows.append({"dataset": name, "model": str(resolved.model_dir), **scores.row()})
     return rows
 
@@ -161,8 +163,8 @@ def sample_prompt(resolved: Resolved, record: dict[str, Any], num_samples: int) 
 
     async def work() -> tuple[list[Sample], list[list[str]]]:
         async with local_maker(resolved) as maker:
-            lease = leased("try", 0, num_samples, resolved.config.rollout.sampling)
-            samples = await maker.make(lease, msgspec.msgpack.encode(record))
+            lease = make_lease("try", 0, num_samples, resolved.config.rollout.sampling)
+            samples = await maker.make_group(lease, msgspec.msgpack.encode(record))
             return samples, [[maker.tokenizer.decode(np.array([i]), skip_special_tokens=False) for i in s.tokens] for s in samples]
 
     return asyncio.run(work())
@@ -196,14 +198,14 @@ def sample_prompts(resolved: Resolved, count: int, out: Path) -> Sampled:
     try:
         made = asyncio.run(_sample_prompts(resolved, count))
         if made.groups:
-            _write(made.groups, out, resolved.config.rollout.rollout_batch_size)
+            _write_groups(made.groups, out, resolved.config.rollout.rollout_batch_size)
         return made
     finally:
         if not (out / BATCHES_FILE).exists():
             shutil.rmtree(out, ignore_errors=True)
 
 
-def _write(groups: dict[str, list[Sample]], out: Path, batch_size: int) -> None:
+def _write_groups(groups: dict[str, list[Sample]], out: Path, batch_size: int) -> None:
     names = list(groups)
     steps = enumerate(names[i : i + batch_size] for i in range(0, len(names), batch_size))
     rows = [{"step": i, "version": 0, "groups": of_step} for i, of_step in steps]
@@ -217,16 +219,18 @@ def _write(groups: dict[str, list[Sample]], out: Path, batch_size: int) -> None:
 
 async def _sample_prompts(resolved: Resolved, count: int) -> Sampled:
     room, config = asyncio.Semaphore(resolved.config.rollout.max_running_groups), resolved.config
-    prompts = list(itertools.islice(itertools.chain.from_iterable(records(resolved, entry) for entry in config.data.prompt_data), count))
+    prompts = list(
+        itertools.islice(itertools.chain.from_iterable(read_prompts(resolved, entry) for entry in config.data.prompt_data), count)
+    )
     made, task = Sampled(num_prompts=len(prompts)), asyncio.current_task()
     assert task is not None
     async with local_maker(resolved, version=0) as maker:
 
         async def sample(number: int, record: bytes) -> None:
-            lease = leased("sample", number, config.rollout.n_samples_per_prompt, config.rollout.sampling, "train")
+            lease = make_lease("sample", number, config.rollout.n_samples_per_prompt, config.rollout.sampling, "train")
             async with room:
                 try:
-                    samples = await maker.make(lease, record)
+                    samples = await maker.make_group(lease, record)
                     check_group(encode_group(samples), num_samples=lease.num_samples)
                     made.groups[lease.group] = samples
                 except (SlimebusError, Dropped, partials.Unfinished) as bad:
@@ -256,14 +260,16 @@ async def _check_hooks(resolved: Resolved) -> list[tuple[str, str, str]]:
     config, found = resolved.config, []
     sampling, r = config.rollout.sampling, config.rollout
     first, size = config.data.prompt_data[:1], min(4, r.n_samples_per_prompt)
-    wanted = [("rollout", entry, leased("check", 0, size, sampling, "train")) for entry in first]
-    wanted += [(f"eval.datasets.{name}", d.path, leased(name, 0, 1, sampling | d.own_sampling)) for name, d in config.eval.datasets.items()]
+    wanted = [("rollout", entry, make_lease("check", 0, size, sampling, "train")) for entry in first]
+    wanted += [
+        (f"eval.datasets.{name}", d.path, make_lease(name, 0, 1, sampling | d.own_sampling)) for name, d in config.eval.datasets.items()
+    ]
     async with local_maker(resolved, has_engine=False) as maker:
         maker.is_strict = True
         for what, entry, lease in wanted:
             begun, wrong, gave = time.perf_counter(), "", ""
             try:
-                samples = await maker.make(lease, next(records(resolved, entry)))
+                samples = await maker.make_group(lease, next(read_prompts(resolved, entry)))
                 gave = f"rewards {', '.join(str(s.reward) for s in samples)}"
             except Dropped as dropped:
                 gave = f"rewards {', '.join(map(str, dropped.rewards))}; the dynamic filter drops the group"

@@ -8,7 +8,7 @@ from rollout.endpoint.tool_calls import Calls, parse
 from rollout.samples.plugins import HIDDEN
 from rollout.samples.session import Session
 from slimebus.bus.errors import HookError, UsageError
-from slimebus.process.process_guard import guarded
+from slimebus.process.process_guard import guarded_command
 
 START_S = 60.0
 
@@ -51,7 +51,7 @@ class McpAgent:
             for server in self.servers:
                 transport: Any = server
                 if not isinstance(server, str):  # guarded: a worker that is killed leaves none behind
-                    command, *arguments = guarded(server, HIDDEN.get())
+                    command, *arguments = guarded_command(server, HIDDEN.get())
                     transport = stdio_client(StdioServerParameters(command=command, args=arguments))
                 client = await stack.enter_async_context(Client(transport))
                 for tool in (await client.list_tools()).tools:
@@ -89,7 +89,7 @@ class McpAgent:
             result = await client.call_tool(name, arguments, read_timeout_seconds=self.timeout_s)
         except (MCPError, TimeoutError) as bad:
             if isinstance(bad, MCPError) and bad.code == CONNECTION_CLOSED:  # nothing that the policy did, and so nothing to train it on
-                raise HookError(f"the MCP server of tool {name} has ended; it is started again when the worker is") from None
+                raise HookError(f"the MCP server of tool {name} has ended; it is restarted when the worker is") from None
             return f"error: {bad}"
         text = "\n".join(part.text for part in result.content if part.type == "text")
         return f"error: {text}" if result.is_error else text

@@ -90,10 +90,11 @@ def test_decisions_import_no_socket_disk_clock_or_random_source() -> None:
 
 ORDER = {
     "slimebus": [
-        ["slimebus", "slimebus/bus", "slimebus/security", "slimebus/bus/transport", "slimebus/process", "slimebus/prompts"],
+        ["slimebus", "slimebus/bus", "slimebus/security", "slimebus/bus/transport", "slimebus/hooks", "slimebus/prompts"],
         ["slimebus/config", "slimebus/telemetry"],
         ["slimebus/weights", "slimebus/weights/codec", "slimebus/weights/store", "slimebus/weights/host", "slimebus/weights/pull"],
-        ["slimebus/weights/files", "slimebus/client", "slimebus/view", "slimebus/cli/commands", "slimebus/sweep", "slimebus/cli"],
+        ["slimebus/weights/files", "slimebus/client", "slimebus/view", "slimebus/process"],
+        ["slimebus/cli/commands", "slimebus/sweep", "slimebus/cli"],
     ],
     "broker": [
         ["broker/state", "broker/source", "broker/store", "broker/inspect", "broker/page", "broker", "broker/simulate"],

@@ -55,11 +55,11 @@ def node_of(ctx: click.Context) -> "NodeOptions":
 
 
 def resolved_on_node(ctx: click.Context, run_yaml: Path | None) -> Resolved:
-    """The config. Where it does not load the other nodes are told, and the error is raised."""
+    """The config. Where it does not load, this node tells the other nodes and raises the error."""
     try:
         return from_context(ctx, run_yaml)
     except SlimebusError as bad:
-        from trainer.process import tell_other_nodes
+        from trainer.main import tell_other_nodes
 
         tell_other_nodes(node_of(ctx), bad.text)
         raise
@@ -110,7 +110,7 @@ def trainer(
     """
     resolved = resolved_on_node(ctx, run_yaml)
     profile = steps_of(profile_steps) if profile_steps else None
-    from trainer.process import Debugging, launch, run_critic, run_trainer
+    from trainer.main import Debugging, launch, run_critic, run_trainer
 
     debug = bool((ctx.obj or {}).get("debug"))
     launch(resolved, node_of(ctx), sys.argv[1:], max_restarts=max_restarts, debug=debug)
@@ -141,7 +141,7 @@ def export(ctx: click.Context, run_yaml: Path | None, out: Path, step: int | Non
     """Write the newest checkpoint, or that of --step, as a Hugging Face directory: safetensors, config and tokenizer."""
     resolved = resolved_on_node(ctx, run_yaml)
     from trainer.export import check_export, export_checkpoint
-    from trainer.process import launch
+    from trainer.main import launch
 
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", str(ctx.params["node_rank"] or 0))) == "0"
     if is_first:

@@ -94,11 +94,11 @@ def next_batch(
         has_ended = False
         try:
             while source and not batch and not stop.is_made and time.monotonic() < until:
-                batch = source.take(step, POLL_S)
+                batch = source.take_batch(step, POLL_S)
         except EndOfBatches:
             has_ended = True
         mine = StepPlan(stops=True) if stop.is_made or has_ended else batch.plan(schedule, num_passes) if batch else NOT_YET
-        plan = parallel.share(mine if source else None, StepPlan)
+        plan = parallel.broadcast_value(mine if source else None, StepPlan)
         if source and batch and not plan.stops:
             source.record(batch)
         if plan != NOT_YET:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
 from slimebus.weights.tensors import Tensor, tensor_bytes
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.model import parallel
 from trainer.model.gpt import Model
 from trainer.model.hf_load import expert_names, load_parameter
@@ -27,7 +27,7 @@ MAX_SAMPLES = 32
 """Recomputed at a time; on the quick start some 1,000 tokens, which leaves a standard error of a few percent of the mean."""
 
 
-def engine_mismatch(policy: Policy, publication: Publication, groups: Sequence[Group] | None, version: int) -> dict[str, float]:
+def engine_mismatch(policy: Policy, publication: Publication, groups: Sequence[TrainingGroup] | None, version: int) -> dict[str, float]:
     """Metrics `mismatch/NAME` (docs/algorithms.md) on rank 0; none where no sample of an older version is here that is still kept.
 
     Every rank calls it between two versions, rank 0 with the groups about to be trained. `version` is that of the weights, which are bit
@@ -35,35 +35,35 @@ def engine_mismatch(policy: Policy, publication: Publication, groups: Sequence[G
     """
     publication.wait()
     samples = stale_samples(groups or (), publication.oldest_kept, version)
-    made_by = parallel.share(version_of(samples[0]) if samples else NO_VERSION, int)
+    made_by = parallel.broadcast_value(only_version_of(samples[0]) if samples else NO_VERSION, int)
     tensors = shared_tensors(policy.model, publication.kept_tensors(made_by)) if made_by != NO_VERSION else None
     if tensors is None:
         return {}
-    chosen = [Group("mismatch", samples)] if groups is not None else None
+    chosen = [TrainingGroup("mismatch", samples)] if groups is not None else None
     with torch.no_grad(), Reference(policy.model).swapped_in():
         load_version(policy.model, tensors, made_by)
         then = np.concatenate(policy.logprobs(chosen))
     now = np.concatenate(policy.logprobs(chosen))
-    return {f"mismatch/{name}": value for name, value in measured(samples, then, now, version - made_by).items()} if chosen else {}
+    return {f"mismatch/{name}": value for name, value in mismatch_metrics(samples, then, now, version - made_by).items()} if chosen else {}
 
 
-def version_of(sample: Sample) -> int:
+def only_version_of(sample: Sample) -> int:
     """The one version that made all of a sample that was generated; NO_VERSION where there are several or none."""
     versions = {version for version, count in sample.versions if count and version != NO_VERSION}
     return versions.pop() if len(versions) == 1 else NO_VERSION
 
 
-def stale_samples(groups: Sequence[Group], oldest: int, version: int) -> list[Sample]:
+def stale_samples(groups: Sequence[TrainingGroup], oldest: int, version: int) -> list[Sample]:
     """At most MAX_SAMPLES of one version before `version` and not before `oldest`, the one with the most samples (the older of two)."""
     by_version: dict[int, list[Sample]] = {}
     for sample in (sample for group in groups for sample in group.samples):
-        if oldest <= (made_by := version_of(sample)) < version and made_by != NO_VERSION and np.any(sample.loss_mask[1:]):
+        if oldest <= (made_by := only_version_of(sample)) < version and made_by != NO_VERSION and np.any(sample.loss_mask[1:]):
             by_version.setdefault(made_by, []).append(sample)
     found = max(by_version.items(), key=lambda item: (len(item[1]), -item[0]), default=(0, []))[1]
     return found[:: -(-len(found) // MAX_SAMPLES)] if found else []
 
 
-def measured(samples: Sequence[Sample], then: np.ndarray, now: np.ndarray, lag: int) -> dict[str, float]:
+def mismatch_metrics(samples: Sequence[Sample], then: np.ndarray, now: np.ndarray, lag: int) -> dict[str, float]:
     """Of logprobs under the samples' version and under the current one, [N] each."""
     mask = np.concatenate([np.r_[0, sample.loss_mask[1:]] for sample in samples]) > 0
     rollout = np.concatenate([sample.rollout_logprobs for sample in samples]).astype(np.float64)[mask]

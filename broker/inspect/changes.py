@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import Edit, EditReply, Message
 from slimebus.bus.transport.client import Client
-from slimebus.client.connect import live_endpoint, visit
+from slimebus.client.connect import connect_without_joining, live_endpoint
 from slimebus.config import Resolved
 from slimebus.security.exposure import reachable
 
@@ -50,7 +50,7 @@ def open_editor(resolved: Resolved, file: Path | None, address: str | None, time
             raise UsageError(f"no broker has the store under {resolved.run_dir} open; {remedy}")
         if not endpoint:
             endpoint = stack.enter_context(_temporary_broker(resolved))
-        yield BufferEditor(stack.enter_context(visit(resolved, reachable(endpoint), what="buffer")), timeout_s)
+        yield BufferEditor(stack.enter_context(connect_without_joining(resolved, reachable(endpoint), what="buffer")), timeout_s)
 
 
 @contextlib.contextmanager
@@ -58,11 +58,11 @@ def _temporary_broker(resolved: Resolved) -> Iterator[str]:
     """The run's own broker on a loopback port that nobody knows, for as long as the change takes."""
     import msgspec
 
-    from broker.process import build
+    from broker.main import build_broker
 
     config = resolved.config
     quiet = msgspec.structs.replace(config, broker=msgspec.structs.replace(config.broker, bind="tcp://127.0.0.1:0", hints_bind=""))
-    broker = build(Resolved(quiet, resolved.origin, resolved.base))
+    broker = build_broker(Resolved(quiet, resolved.origin, resolved.base))
     stop = threading.Event()
     thread = threading.Thread(target=broker.run, args=(stop,), name="broker")
     thread.start()

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from broker.state.damage import decoded
+from broker.state.damage import decode_row
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, WITH_SAMPLES, Group, field_key
 from broker.state.records import ROWS, Meta, StepRecord
 from broker.store import KINDS, Damaged, Records
@@ -23,7 +23,7 @@ from slimebus.bus.sample_table import check_group
 log = logging.getLogger("slimebus.broker")
 
 
-class Report(msgspec.Struct):
+class VerifyReport(msgspec.Struct):
     """What was read and what is wrong; empty `problems`: everything is as it was written."""
 
     problems: list[str] = []
@@ -32,7 +32,7 @@ class Report(msgspec.Struct):
     size_bytes: int = 0
 
 
-def verify_run(run_dir: Path, durability: str = "fsync") -> Report:
+def verify_run(run_dir: Path, durability: str = "fsync") -> VerifyReport:
     """Verify the store of a run in a child process; that it crashed is then a problem like others. Raises UsageError for no store."""
     folder = run_dir / "broker"
     problems = []
@@ -46,17 +46,17 @@ def verify_run(run_dir: Path, durability: str = "fsync") -> Report:
     command = [sys.executable, "-P", "-m", "broker.inspect.verify", str(folder), durability]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode == 0:
-        report = msgspec.json.decode(done.stdout, type=Report)
+        report = msgspec.json.decode(done.stdout, type=VerifyReport)
     else:
         last_words = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or "opening the store"
-        report = Report(problems=[f"{last_words}: {ended_by(done.returncode)}; nothing behind it was read"])
+        report = VerifyReport(problems=[f"{last_words}: {ended_by(done.returncode)}; nothing behind it was read"])
     report.problems = [*problems, *report.problems]
     return report
 
 
-def verify(records: Records) -> Report:
+def verify(records: Records) -> VerifyReport:
     """Read every record: its checksum, its form, its samples, and that groups, prompts, samples and steps fit together."""
-    report = Report()
+    report = VerifyReport()
     rows: dict[str, dict[str, Any]] = {table: dict(_rows(records, table, report)) for table in ROWS}
     groups: dict[str, Group] = rows["groups"]
     ended: dict[str, Group] = rows["ended"]
@@ -88,7 +88,7 @@ Keys = Collection[str]
 
 def _check_values(
     records: Records,
-    report: Report,
+    report: VerifyReport,
     table: str,
     read: Callable[[str, bytes], object],
     *,
@@ -108,15 +108,15 @@ def _check_values(
     report.problems += [f"{table} {key}: it is missing, and its group needs it" for key in sorted(missing)]
 
 
-def _rows(records: Records, table: str, report: Report) -> Iterator[tuple[str, Any]]:
+def _rows(records: Records, table: str, report: VerifyReport) -> Iterator[tuple[str, Any]]:
     for key, value in _records(records, table, report):
         try:
-            yield key, decoded(table, key, value)
+            yield key, decode_row(table, key, value)
         except (msgspec.DecodeError, UnicodeDecodeError, SlimebusError) as bad:
             report.problems.append(f"{table} {key}: cannot be used: {bad}")
 
 
-def _records(records: Records, table: str, report: Report) -> Iterator[tuple[str, bytes]]:
+def _records(records: Records, table: str, report: VerifyReport) -> Iterator[tuple[str, bytes]]:
     """Every record of a table one by one, so that a damaged one does not hide those behind it."""
     log.debug("reading table %s", table)
     for key in _keys(records, table, report):
@@ -131,7 +131,7 @@ def _records(records: Records, table: str, report: Report) -> Iterator[tuple[str
             yield key, value
 
 
-def _keys(records: Records, table: str, report: Report) -> list[str]:
+def _keys(records: Records, table: str, report: VerifyReport) -> list[str]:
     try:
         return list(records.keys(table))
     except Damaged as bad:
@@ -178,7 +178,7 @@ def main(folder: Path, durability: str) -> None:
         with KINDS[durability].read(folder, is_checked=False) as records:
             report = verify(records)
     except UsageError as bad:
-        report = Report(problems=[bad.text])
+        report = VerifyReport(problems=[bad.text])
     sys.stdout.buffer.write(msgspec.json.encode(report))
 
 

@@ -10,7 +10,7 @@ import click
 
 from slimebus.bus.errors import UsageError
 from slimebus.config import Resolved
-from slimebus.config.flags import RunCommand, Target, of_run
+from slimebus.config.flags import RunCommand, RunTarget, of_run
 from slimebus.security.exposure import check_bind
 
 NICENESS, OOM_SCORE = 10, 500
@@ -28,13 +28,13 @@ class ViewCommand(RunCommand):
 @click.option("--http", default="127.0.0.1:0", show_default=True, help="[address] Where the page is served; port 0 takes any free one.")
 @click.option("--broker", help="[address] Of the broker, tcp://HOST:PORT; default: that of the run directory, else broker.bind.")
 @click.option("--listening", type=int, hidden=True, help="[file descriptor] A socket of the broker that starts this, instead of --http.")
-def view(run: Target, http: str, broker: str | None, listening: int | None) -> None:
+def view(run: RunTarget, http: str, broker: str | None, listening: int | None) -> None:
     """Show a run on a web page, while it goes on or when it is over.
 
     RUN_DIR is its run directory; without one, that of RUN.yaml. A broker serves the same page of its run by itself (broker.http).
     Ctrl-C ends it.
     """
-    resolved = _as_it_ran(run)
+    resolved = _config_of_last_run(run)
     import asyncio
 
     from broker.page.process import listen, token_of
@@ -48,7 +48,7 @@ def view(run: Target, http: str, broker: str | None, listening: int | None) -> N
         sock, url = listen(http)
         click.echo(f"page: {url}")
     else:
-        give_way()
+        lower_priority()
         sock, url = socket.socket(fileno=listening), page_url(resolved.run_dir)
 
     async def show() -> None:
@@ -57,7 +57,7 @@ def view(run: Target, http: str, broker: str | None, listening: int | None) -> N
     asyncio.run(show())
 
 
-def _as_it_ran(run: Target) -> Resolved:
+def _config_of_last_run(run: RunTarget) -> Resolved:
     """The run that is meant, with its config as it last ran; the keys that were given are those used."""
     import msgspec
 
@@ -71,7 +71,7 @@ def _as_it_ran(run: Target) -> Resolved:
     return msgspec.structs.replace(found, config=msgspec.structs.replace(found.config, security=keys))
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Let the run's other processes go first, of one user and of one session alike: Linux shares cores by sessions before niceness.
 
     Of memory too.

@@ -151,13 +151,13 @@ class History:
 
     def charts(self) -> dict[str, Any]:
         """What the charts are drawn from."""
-        return self.thinned() | {"evaluations": list(self.evaluations.values()), "weights": self.weights()}
+        return self.chart_columns() | {"evaluations": list(self.evaluations.values()), "weights": self.weights()}
 
     def remarks(self, status: dict[str, Any]) -> dict[str, Any]:
         """What there is to say beside a status."""
         return {"advice": self.advice(status), "warnings": self.warnings()}
 
-    def thinned(self) -> dict[str, Any]:
+    def chart_columns(self) -> dict[str, Any]:
         """The charts' columns, [P] each: means over equal numbers of steps, rates since the point before; None where nothing is known."""
         num_steps = len(self.columns["step"])
         if not num_steps:

@@ -41,19 +41,19 @@ def group_detail(snapshot: StoreSnapshot, group: Group, decode: Decode | None) -
 
 def list_dumped(run_dir: Path, containing: str) -> list[dict[str, Any]]:
     """The groups with samples that the trainer kept (trainer.dump_samples), as `list_groups`: the newest step first."""
-    found = (about for _, about, group in _kept(run_dir) if containing in group.group)
+    found = (about for _, about, group in _dumped_groups(run_dir) if containing in group.group)
     return list(itertools.islice(found, MAX_GROUPS))
 
 
 def dumped_detail(run_dir: Path, name: str, decode: Decode | None) -> dict[str, Any]:
     """A group that the trainer kept, as `group_detail`; its prompt is in the tokens. Raises UsageError where there is none."""
-    for place, about, group in _kept(run_dir):
+    for place, about, group in _dumped_groups(run_dir):
         if group.group == name:
             return about | {"worker": "", "prompt": {}} | _samples(group.samples(place), decode)
     raise UsageError(f"the samples of group {name!r} are not kept any more")
 
 
-def _kept(run_dir: Path) -> Iterator[tuple[Path, dict[str, Any], ExportedGroup]]:
+def _dumped_groups(run_dir: Path) -> Iterator[tuple[Path, dict[str, Any], ExportedGroup]]:
     """The folder of each kept group, its record, and the group; damaged lines are left out and counted."""
     for step, place in reversed(step_folders(run_dir / SAMPLES_FOLDER).items()):
         rows = list[ExportedGroup | DataError]()
@@ -86,14 +86,14 @@ def _pieces(tokens: list[tuple[int, int, int, float]], decode: Decode | None) ->
     begin, before = 0, list[int]()
     for end in range(1, len(tokens) + 1):
         ids = [token for token, *_ in tokens[begin:end]]
-        text = f"{ids[0]} " if decode is None else _continued(decode, before, ids)
+        text = f"{ids[0]} " if decode is None else _decode_after(decode, before, ids)
         if not text.endswith("\ufffd") or end == len(tokens) or end - begin == MAX_PIECE:
             _, mask, version, _ = tokens[begin]
             yield text, end - begin, bool(mask), version, round(min(logprob for *_, logprob in tokens[begin:end]), 4)
             begin, before = end, ids
 
 
-def _continued(decode: Decode, before: list[int], ids: list[int]) -> str:
+def _decode_after(decode: Decode, before: list[int], ids: list[int]) -> str:
     """The text of these tokens behind others: some tokenizers leave out the space in front of what stands first."""
     context, both = decode(before), decode(before + ids)
     return both[len(context) :] if both.startswith(context) else decode(ids)

@@ -29,7 +29,7 @@ from broker.page import samples
 from broker.page.history import History
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import EditReply
-from slimebus.client.connect import visit
+from slimebus.client.connect import connect_without_joining
 from slimebus.config import Resolved
 from slimebus.config.saved import without_secrets
 from slimebus.view.run_status import RunStatus
@@ -92,7 +92,7 @@ class Live(RunStatus):
 
     def replay(self, groups: Sequence[str]) -> EditReply:
         """Have dead or dropped groups tried again. Raises SlimebusError, as where no key of a client is at hand."""
-        with visit(self.resolved, self.broker, what="page", patience_s=0.0) as client:
+        with connect_without_joining(self.resolved, self.broker, what="page", patience_s=0.0) as client:
             return BufferEditor(client, EDIT_S).edit_all("replay", groups, "asked for on the page")
 
     def summary(self) -> dict[str, Any]:

@@ -32,16 +32,16 @@ def calibrate(run_dir: Path, cores: float | None = None) -> Workload:
     it would have alone. Raises DataError where a record is missing.
     """
     cores = cores or os.cpu_count() or 1
-    found = report.read(run_dir)
+    found = report.read_report(run_dir)
     steps = found.steps[report.WARM_STEPS :] or found.steps
     workers = [rows for rows in found.workers if len(rows) > 1]
     if not workers or not found.status:
         raise DataError(f"{run_dir}: no records of workers and of the last status; the run must have ended or been stopped once")
-    rates = [rate for rows in workers if (rate := _rate(rows))]
+    rates = [rate for rows in workers if (rate := _worker_token_rate(rows))]
     if not rates:
         raise DataError(f"{run_dir}: no worker has sampled for two versions or more; a longer run tells its speed")
     settings, lengths = found.status["settings"], _lengths(run_dir, workers)
-    alone_s, pace = _alone(run_dir, steps)
+    alone_s, pace = _train_seconds_alone(run_dir, steps)
     step_s, tokens_per_s = _trainer(steps, alone_s, Workload(lengths=lengths).mean_length)
     active = _worker_cores(cores, pace, len(workers), 1.0 - report.worker_idle(found.workers)) if pace < 1.0 - SHARED else 0.0
     newest = [row for row in found.evals if row["version"] == found.evals[-1]["version"]]
@@ -67,23 +67,23 @@ def calibrate(run_dir: Path, cores: float | None = None) -> Workload:
         cores=cores if active else 0,
         worker_cores=active or 1.0,
     )
-    return _fitted(rough, statistics.fmean(rates))
+    return _fit_worker_rate(rough, statistics.fmean(rates))
 
 
-def measured(run_dir: Path) -> tuple[float, float]:
+def measure_run(run_dir: Path) -> tuple[float, float]:
     """Steps a second and mean lag of a run, without as many first steps as a simulation leaves out."""
-    steps = report.read(run_dir).steps
+    steps = report.read_report(run_dir).steps
     warm = steps[num_warm(len(steps)) :]
     seconds, samples = warm[-1]["elapsed_s"] - warm[0]["elapsed_s"], sum(row["num_samples"] for row in warm)
     return (len(warm) - 1) / (seconds or math.inf), sum(row["lag_mean"] * row["num_samples"] for row in warm) / (samples or 1.0)
 
 
-def _fitted(rough: Workload, measured: float) -> Workload:
+def _fit_worker_rate(rough: Workload, tokens_per_s: float) -> Workload:
     """The workload with so many tokens a busy second of its workers, with the tails of their batches and what shares their cores."""
     found = rough
     for _ in range(FITS):
         made = simulate(msgspec.structs.replace(found, steps=min(found.steps, FITTED_STEPS))).worker_tokens_per_s
-        found = msgspec.structs.replace(found, worker_tokens_per_s=found.worker_tokens_per_s * measured / made)
+        found = msgspec.structs.replace(found, worker_tokens_per_s=found.worker_tokens_per_s * tokens_per_s / made)
     return found
 
 
@@ -91,7 +91,7 @@ def _config(run_dir: Path) -> RolloutConfig | None:
     return saved_config(run_dir).config.rollout if (run_dir / FILE).is_file() else None
 
 
-def _alone(run_dir: Path, steps: list[dict[str, Any]]) -> tuple[list[float], float]:
+def _train_seconds_alone(run_dir: Path, steps: list[dict[str, Any]]) -> tuple[list[float], float]:
     """Seconds that each step's training takes on cores of its own, and by how much others slow it down (1: not at all)."""
     spans = {row["step"]: row for row in report.read_rows(run_dir / "metrics" / "spans-trainer.jsonl") if row["name"] == "train"}
     alone = [row["train_s"] - spans.get(row["step"], {}).get("queued_s", 0.0) for row in steps]
@@ -119,7 +119,7 @@ def _trainer(steps: list[dict[str, Any]], seconds: list[float], mean_length: flo
     return step_s, sum(made) / max(1e-9, slope * sum(trained))
 
 
-def _rate(rows: list[dict[str, Any]]) -> float:
+def _worker_token_rate(rows: list[dict[str, Any]]) -> float:
     """Tokens a second of one worker while it was busy."""
     first, last = rows[min(report.WARM_STEPS, len(rows) - 2)], rows[-1]
     busy_s = last["busy_s"] - first["busy_s"]

@@ -15,14 +15,14 @@ import msgspec
 from broker.simulate.workload import LONGEST, Workload, lognormal_lengths
 from slimebus.bus.errors import ConfigError, DataError, UsageError
 from slimebus.config.schema import fields_of
-from slimebus.telemetry.formatting import columns
+from slimebus.telemetry.formatting import align_columns
 
 if TYPE_CHECKING:
-    from broker.simulate.simulated_run import Outcome
+    from broker.simulate.simulated_run import SimulationOutcome
 
 VARIED = [field for field in fields_of(Workload) if field.name != "lengths"]
 """Fields that are options: one value, or several with commas."""
-SHOWN: "dict[str, Callable[[Outcome], str]]" = {
+SHOWN: "dict[str, Callable[[SimulationOutcome], str]]" = {
     "steps/s": lambda o: f"{o.steps_per_s:.3g}",
     "tokens/s": lambda o: f"{o.tokens_per_s:.0f}",
     "trainer idle": lambda o: f"{o.trainer_idle:.0%}",
@@ -70,7 +70,7 @@ def simulate(
     played. Below the table stand how many workers the trainer could use, all values used, and with --from what the run measured beside
     what is predicted of it.
     """
-    from broker.simulate.calibrate import calibrate, measured
+    from broker.simulate.calibrate import calibrate, measure_run
     from broker.simulate.simulated_run import simulate as play
 
     given = {name: _values(name, text) for name, text in varied.items() if text is not None}
@@ -79,7 +79,7 @@ def simulate(
         try:
             calibrated = calibrate(run_dir, given.get("cores", [0])[0])
             base, of_run = msgspec.structs.asdict(calibrated), play(calibrated)
-            itself = {"measured": [*measured(run_dir)], "predicted": [of_run.steps_per_s, of_run.lag_mean]}
+            itself = {"measured": [*measure_run(run_dir)], "predicted": [of_run.steps_per_s, of_run.lag_mean]}
         except (KeyError, TypeError, ValueError) as bad:  # JSON that is cut, rows without what they had to have
             raise DataError(f"{run_dir}: its records are damaged ({type(bad).__name__}: {bad}); take another run") from None
         if base["steps"] < FEW_STEPS:
@@ -98,7 +98,7 @@ def simulate(
     varying = [name for name, values in given.items() if len(values) > 1]
     if not as_json:
         rows = [[*(f"{getattr(w, name):g}" for name in varying), *(text(o) for text in SHOWN.values())] for w, o in played]
-        click.echo("\n".join(columns(rows, [*(name.replace("_", " ") for name in varying), *SHOWN])))
+        click.echo("\n".join(align_columns(rows, [*(name.replace("_", " ") for name in varying), *SHOWN])))
         click.echo(advice(*played[-1], lambda w: play(w).trainer_idle))
         click.echo(textwrap.fill(f"values: {_as_flags(played[-1][0], varying)}", WIDTH, break_on_hyphens=False))
     if itself and not as_json:
@@ -128,13 +128,13 @@ def _as_flags(workload: Workload, left_out: list[str]) -> str:
     return f"{' '.join(flags)}; lengths {least:.4g} to {longest:.4g} with a mean of {workload.mean_length:.4g} tokens"
 
 
-def _row(given: dict[str, list[float]], workload: Workload, outcome: "Outcome") -> dict[str, Any]:
+def _row(given: dict[str, list[float]], workload: Workload, outcome: "SimulationOutcome") -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(outcome, str_keys=True)
     values = {name: None if value == math.inf else value for name, value in msgspec.to_builtins(workload).items()}  # JSON has no infinity
     return {name: values[name] for name in given} | found | {"values": values}
 
 
-def advice(workload: Workload, outcome: "Outcome", idle_of: Callable[[Workload], float]) -> str:
+def advice(workload: Workload, outcome: "SimulationOutcome", idle_of: Callable[[Workload], float]) -> str:
     """How many workers to add before the trainer is the bottleneck. idle_of: the trainer's idle share in a simulation."""
 
     def is_enough(workers: int) -> bool:

@@ -65,10 +65,10 @@ class SimulatedEngine:
         end, _, begin, group = heapq.heappop(self._running)
         self._service = max(self._service, end)
         group.open -= 1
-        self._count(group, begin, end)
+        self._count_tokens(group, begin, end)
         return None if group.open else group
 
-    def _count(self, group: SimulatedGroup, begin: float, end: float) -> None:
+    def _count_tokens(self, group: SimulatedGroup, begin: float, end: float) -> None:
         group.tokens += end - begin
         self.made += end - begin
         is_first = True

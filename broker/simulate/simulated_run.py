@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from broker.machine import Machine
 from broker.simulate.engine import SimulatedEngine, SimulatedGroup
 from broker.simulate.timeline import Timeline
 from broker.simulate.workload import Workload
 from broker.state.effects import Address, Event, Reply
 from broker.state.prompt_source import Prompt, PromptSource
+from broker.state_machine import StateMachine
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.sample_table import TOKEN_FIELDS, SampleTable, encode_table
@@ -32,7 +32,7 @@ TOGETHER = 1e-3
 WARM_SHARE, MAX_WARM = 0.1, 20
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class SimulationOutcome(msgspec.Struct, kw_only=True):
     """What came of it, from the end of the first steps on. Idle: share of the time. lag_tokens: staleness -> trained tokens.
 
     lag_mean: over samples, by their oldest token. worker_tokens_per_s: of one that is busy, evaluations included.
@@ -87,7 +87,7 @@ class SimulatedRun:
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.timeline, self.random = workload, Timeline(), random.Random(workload.seed)
-        self.machine = Machine(workload.rules(), EndlessPrompts(), run=RUN)
+        self.machine = StateMachine(workload.rules(), EndlessPrompts(), run=RUN)
         self._events: deque[Event] = deque()
         self._done: dict[Address, Callable[[Any], None]] = {}
         self._epochs: dict[str, int] = {}
@@ -109,9 +109,11 @@ class SimulatedRun:
         self._frames: dict[tuple[tuple[int, ...], int], list[bytes]] = {}
         self._warm_at = self._warm_made = 0.0
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Play every step."""
-        self._join(TRAINER, "trainer", lambda _: self._ask(TRAINER, m.Resume(step=0, version=0, lineage=LINEAGE), lambda _: self._begin()))
+        self._join(
+            TRAINER, "trainer", lambda _: self._send_request(TRAINER, m.Resume(step=0, version=0, lineage=LINEAGE), lambda _: self._begin())
+        )
         for i in range(self.workload.workers):
             self._start_worker(f"w{i}")
         while not self.is_over:
@@ -129,9 +131,11 @@ class SimulatedRun:
             then(welcome)
 
         self._epochs[name] = 0
-        self._ask(name, m.Hello(role=role, instance=f"{name}#{self.timeline.serial()}"), joined)
+        self._send_request(name, m.Hello(role=role, instance=f"{name}#{self.timeline.serial()}"), joined)
 
-    def _ask(self, sender: str, message: m.Message, done: Callable[[Any], None] = lambda _: None, bulk: Sequence[bytes] = ()) -> None:
+    def _send_request(
+        self, sender: str, message: m.Message, done: Callable[[Any], None] = lambda _: None, bulk: Sequence[bytes] = ()
+    ) -> None:
         """Send a request; `done` gets its answer."""
         to = Address(sender.encode(), self.timeline.serial())
         self._done[to] = done
@@ -158,7 +162,7 @@ class SimulatedRun:
         self._next_step()
 
     def _publish(self, version: int) -> None:
-        self._ask(TRAINER, m.Publish(lineage=LINEAGE, version=version, publishers=["tcp://x:1"], digest="d"))
+        self._send_request(TRAINER, m.Publish(lineage=LINEAGE, version=version, publishers=["tcp://x:1"], digest="d"))
         self.timeline.later(self.workload.pull_s, lambda: self._pulled(version))
 
     def _next_step(self) -> None:
@@ -172,7 +176,7 @@ class SimulatedRun:
         for step in range(self.step, min(self.step + AHEAD, self.workload.steps)):
             if step not in self.batches:
                 self.batches[step] = m.BatchReply(step=step)
-                self._ask(TRAINER, m.Batch(step=step, wait_s=WAIT_S, trained=self.step), self._got_batch)
+                self._send_request(TRAINER, m.Batch(step=step, wait_s=WAIT_S, trained=self.step), self._got_batch)
         self._train_if_ready()
 
     def _got_batch(self, batch: m.BatchReply) -> None:
@@ -208,7 +212,7 @@ class SimulatedRun:
         batch = self.batches.pop(self.step)
         if batch.next_version > batch.version:
             self._publish(batch.next_version)
-        self._ask(TRAINER, m.Commit(step=self.step, checkpoint=self.step + 1))
+        self._send_request(TRAINER, m.Commit(step=self.step, checkpoint=self.step + 1))
         self.step += 1
         self.is_training = False
         self._count(0)
@@ -234,7 +238,7 @@ class SimulatedRun:
             if is_first:
                 self._lease(worker)
         for name in self._asking:
-            self._ask(name, m.Heartbeat(state="serving", lineage=LINEAGE, serving=version))
+            self._send_request(name, m.Heartbeat(state="serving", lineage=LINEAGE, serving=version))
 
     def _lease(self, worker: SimulatedWorker) -> None:
         """Ask for as much as it has room for. More waiting requests than groups could be given to are not sent: nobody would answer."""
@@ -250,7 +254,7 @@ class SimulatedRun:
     def _send_lease(self, worker: SimulatedWorker, want: int) -> None:
         self._asking[worker.name] = worker
         lease = m.Lease(want=want, wait_s=WAIT_S, lineage=LINEAGE, serving=self.serving)
-        self._ask(worker.name, lease, lambda reply: self._leased(worker, reply))
+        self._send_request(worker.name, lease, lambda reply: self._leased(worker, reply))
 
     def _leased(self, worker: SimulatedWorker, reply: m.LeaseReply) -> None:
         worker.is_asking = False
@@ -286,7 +290,7 @@ class SimulatedRun:
     def _put(self, worker: SimulatedWorker, group: SimulatedGroup) -> None:
         del worker.groups[group.lease]
         put, samples = m.Put(group=group.id, lease=group.lease, lineage=LINEAGE), 1 if group.is_evaluated else self.workload.samples
-        self._ask(worker.name, put, lambda _: self._was_put(group), self._bulk(tuple(sorted(group.runs)), samples))
+        self._send_request(worker.name, put, lambda _: self._was_put(group), self._bulk(tuple(sorted(group.runs)), samples))
         self._lease(worker)
 
     def _was_put(self, group: SimulatedGroup) -> None:
@@ -309,11 +313,11 @@ class SimulatedRun:
 
     # --- the end ---
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationOutcome:
         self._count(0)
         seconds = max(1e-9, self.timeline.now - self._warm_at)
         made = sum(worker.engine.made for worker in self.workers) - self._warm_made
-        return Outcome(
+        return SimulationOutcome(
             steps_per_s=(self.workload.steps - self._warm) / seconds,
             tokens_per_s=self.tokens / seconds,
             trainer_idle=self.idle_s / seconds,
@@ -327,6 +331,6 @@ class SimulatedRun:
         )
 
 
-def simulate(workload: Workload) -> Outcome:
+def simulate(workload: Workload) -> SimulationOutcome:
     """What a run of this workload comes to."""
     return SimulatedRun(workload).run()

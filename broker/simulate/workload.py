@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from broker.state.rules import Checked, EvalDataset, Rules
+from broker.state.rules import Checked, HeldOutSet, Rules
 from slimebus.bus.errors import ConfigError
 from slimebus.config.schema import Natural, NonNegative, Positive
 
@@ -92,7 +92,7 @@ class Workload(Checked, frozen=True):
             max_staleness=self.max_staleness,
             publish_interval=self.publish_interval,
             eval_interval=self.eval_interval if self.eval_samples else 0,
-            eval_datasets={"heldout": EvalDataset(num_prompts=self.eval_samples)} if self.eval_interval and self.eval_samples else {},
+            eval_datasets={"heldout": HeldOutSet(num_prompts=self.eval_samples)} if self.eval_interval and self.eval_samples else {},
             num_steps=self.steps,
             buffer_capacity=0,
             max_parked=self.workers + 16,

@@ -19,7 +19,7 @@ import msgspec
 from broker.source.file_rows import FileRows
 from broker.state.prompt_source import GroupResult, Prompt, PromptSource
 from slimebus.bus.errors import DataError, HookError, SlimebusError
-from slimebus.process import hooks
+from slimebus.hooks import hooks
 from slimebus.prompts.prompt_record import PromptKeys, plain, record_of
 
 log = logging.getLogger("broker")

@@ -12,6 +12,6 @@ admission.py     when a worker may start a group       leases.py      lease, put
 staleness.py     what is too old                       choice.py      the groups of a batch            batches.py   batch, fetch, commit
 timeline.py      resume, publish                       ending.py      how a run ends                   evaluation.py  held-out scores
 consumers.py     services that read the groups         settings.py    what may change meanwhile        edits.py     drop, replay, import
-waiting.py       requests that wait for their answer   timers.py      deadlines                        damage.py    damaged records
-watchdog.py      whether the run stands still          diagnosis.py   who waits for whom               status.py    all of it for people
+waiting.py       requests that wait for a reply       timers.py      deadlines                        damage.py    damaged records
+watchdog.py      whether the run stands still          diagnosis.py   what each process waits for       status.py    the status
 """

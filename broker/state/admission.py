@@ -11,7 +11,7 @@ the mean of the last groups while it is in flight. These are estimates: they pac
 from broker.state import prompts
 from broker.state.broker_state import State
 from broker.state.groups import LEASED, READY
-from broker.state.records import Cause, Client
+from broker.state.records import Cause, ClientRecord
 from broker.state.waiting import Waiting
 from slimebus.bus.messages import MAX_BATCH_SIZE, NO_VERSION, Lease
 
@@ -47,8 +47,8 @@ def why_waiting(state: State, waiting: Waiting[Lease]) -> str:
     return refusal.reason if refusal is not None else prompts.why_none(state) or "waiting its turn"
 
 
-def refusal_for(state: State, client: Client, *, needs_weights: bool) -> Cause | None:
-    """Why this worker may not start a training group now, and whom that waits for; None when it may."""
+def refusal_for(state: State, client: ClientRecord, *, needs_weights: bool) -> Cause | None:
+    """Why this worker may not start a training group now, and which process that waits for; None when it may."""
     rules, num_in_flight = state.rules, state.num_in_flight
     if state.meta.finishing:
         text = "the run is finished" if state.is_finishing else "the run had finished; waiting for a trainer to go on"
@@ -81,7 +81,7 @@ def all_filtered(state: State) -> str:
     return f"{what}: {why}; give other data, or raise dynamic_sampling_limit"
 
 
-def unready_weights(state: State, client: Client) -> Cause | None:
+def unready_weights(state: State, client: ClientRecord) -> Cause | None:
     """Why the worker's weights cannot make samples for this timeline; None when they can."""
     meta = state.meta
     if not meta.lineage or meta.version == NO_VERSION:

@@ -23,25 +23,25 @@ MAX_LAG = 1024
 # --- batch ---
 
 
-def batch(state: State, event: Event, ask: Batch) -> None:
+def batch(state: State, event: Event, request: Batch) -> None:
     """Answer with the groups of a step, now or when there are enough; the same step gives the same groups."""
     if not state.meta.lineage:
         raise SlimebusError("batch before resume; tell the broker which step is trained next", code="not_resumed")
-    if ask.step < state.meta.next_step:
-        raise SlimebusError(f"step {ask.step} is committed; the next is {state.meta.next_step}", code="step")
-    if ask.trained > state.meta.next_step:
-        known = f"the trainer has committed the steps before {ask.trained}, this broker knows of those before {state.meta.next_step}"
+    if request.step < state.meta.next_step:
+        raise SlimebusError(f"step {request.step} is committed; the next is {state.meta.next_step}", code="step")
+    if request.trained > state.meta.next_step:
+        known = f"the trainer has committed the steps before {request.trained}, this broker knows of those before {state.meta.next_step}"
         remedy = "start the trainer again, it goes on from its newest checkpoint"
         raise SlimebusError(f"{known}: it lost its last moments (broker.durability); {remedy}", code="step")
-    earlier = state.waiting_batches.get(ask.step)
+    earlier = state.waiting_batches.get(request.step)
     if earlier is not None and earlier.to != event.to:
-        answer_timed_out(state, ask.step)
-    if ask.step not in state.waiting_batches:
+        answer_timed_out(state, request.step)
+    if request.step not in state.waiting_batches:
         state.check_may_wait(state.waiting_batches, event.sender)
-    state.waiting_batches.park(ask.step, event, ask, state.now)
+    state.waiting_batches.park(request.step, event, request, state.now)
     assign(state)
-    if ask.wait_s == 0:
-        answer_timed_out(state, ask.step)
+    if request.wait_s == 0:
+        answer_timed_out(state, request.step)
 
 
 def assign(state: State) -> None:
@@ -49,10 +49,10 @@ def assign(state: State) -> None:
     while state.waiting_batches:
         step = state.next_unassigned
         for earlier in [s for s in state.waiting_batches if s < step]:
-            state.answer(state.waiting_batches, earlier, _reply(state, earlier))
+            state.answer(state.waiting_batches, earlier, _batch_reply(state, earlier))
         if step not in state.waiting_batches:
             return
-        if _choose(state, step):
+        if _choose_groups(state, step):
             continue
         if state.meta.filtered_in_a_row >= state.rules.max_filtered:
             state.answer(state.waiting_batches, step, Error(code="all_filtered", text=admission.all_filtered(state)))
@@ -61,7 +61,7 @@ def assign(state: State) -> None:
         return
 
 
-def _reply(state: State, step: int) -> BatchReply:
+def _batch_reply(state: State, step: int) -> BatchReply:
     record = state.steps[step]
     groups = [state.groups.by_id[group_id] for group_id in record.groups]
     named = [BatchGroup(group=g.id, num_samples=g.num_samples, num_tokens=g.num_tokens, oldest_version=g.oldest_version) for g in groups]
@@ -76,9 +76,9 @@ def answer_timed_out(state: State, step: int) -> None:
         state.answer(state.waiting_batches, step, BatchReply(step=step, version=state.version_of(step), reason=reason))
 
 
-def _choose(state: State, step: int) -> bool:
-    staleness.remove_stale_ready(state, step)
-    chosen = choice.choose(state, step)
+def _choose_groups(state: State, step: int) -> bool:
+    staleness.remove_stale_ready_groups(state, step)
+    chosen = choice.choose_groups(state, step)
     if not chosen:
         return False
     names, version, bound = [group.id for group in chosen], state.version_of(step), state.rules.max_staleness
@@ -98,17 +98,17 @@ def _end_of_source(state: State, step: int) -> Message:
         transitions.apply_transition(state, group, "dropped", "the source ended within a batch")
     filtered = state.meta.counted.get(FILTERED, 0)
     why = f" ({filtered} groups were dropped by the dynamic sampling filter)" if filtered else ""
-    text = f"the prompt source has ended: {choice.so_far(state, len(left))} for step {step}{why}; train for more epochs or stop"
+    text = f"the prompt source has ended: {choice.describe_ready(state, len(left))} for step {step}{why}; train for more epochs or stop"
     return Error(code="source_ended", text=text)
 
 
 # --- fetch ---
 
 
-def fetch(state: State, event: Event, ask: Fetch) -> None:
+def fetch(state: State, event: Event, request: Fetch) -> None:
     """Answer with the stored samples of assigned groups: the first ones, as many as one answer holds."""
-    groups = [state.groups.by_id.get(name) for name in ask.groups]
-    for name, group in zip(ask.groups, groups, strict=True):
+    groups = [state.groups.by_id.get(name) for name in request.groups]
+    for name, group in zip(request.groups, groups, strict=True):
         if group is None or group.phase not in (ASSIGNED, COMMITTED):
             was = "unknown" if group is None else group.phase
             raise SlimebusError(f"fetch: group {name[:64]} is {was}; only groups of a batch can be fetched", code="not_assigned")
@@ -241,6 +241,6 @@ def free(state: State, max_bytes: float | None = None) -> None:
             state.groups.remove(group)
             state.tally(state.meta.moves, "committed>freed under a checkpoint")
             state.changed("groups", group.id)
-            prompts.free(state, group.id)
+            prompts.free_prompt(state, group.id)
         del state.steps[step]
         state.changed("steps", step)

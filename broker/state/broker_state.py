@@ -11,7 +11,19 @@ from broker.state.effects import Address, Bulk, Effect, Note, Notify, Record, Re
 from broker.state.groups import ASSIGNED, DEAD, DROPPED, LEASED, NO_PARTIAL, READY, TRAIN, WITH_SAMPLES, Group, Groups, Phase, field_key
 from broker.state.lease_table import LeaseTable
 from broker.state.prompt_source import PromptSource, StatefulSource
-from broker.state.records import ROWS, BufferFilter, Change, Client, Consumer, Evaluation, Keyed, Meta, Pace, PushRecord, StepRecord
+from broker.state.records import (
+    ROWS,
+    BufferFilter,
+    ClientRecord,
+    ConsumerRecord,
+    Evaluation,
+    Keyed,
+    Meta,
+    Pace,
+    PushRecord,
+    SettingsChange,
+    StepRecord,
+)
 from broker.state.rules import Rules
 from broker.state.timers import Key, Timers
 from broker.state.waiting import WaitingRequests
@@ -49,12 +61,12 @@ class State:
         self.groups = Groups()
         self.groups.required = frozenset(rules.required_fields)
         self.ended: dict[Phase, dict[str, Group]] = {DROPPED: {}, DEAD: {}}
-        self.clients: dict[str, Client] = {}
+        self.clients: dict[str, ClientRecord] = {}
         self.steps: dict[int, StepRecord] = {}
         self.evaluations: dict[str, Evaluation] = {}
-        self.consumers: dict[str, Consumer] = {}
+        self.consumers: dict[str, ConsumerRecord] = {}
         self.pushes: dict[str, PushRecord] = {}
-        self.changes: dict[str, Change] = {}
+        self.changes: dict[str, SettingsChange] = {}
         self._kept: dict[str, dict[Any, Any]] = {"groups": self.groups.by_id}
         self._kept |= {table: getattr(self, table) for table in ROWS if table not in ("meta", "groups", "ended")}
         self.timers = Timers()
@@ -130,7 +142,7 @@ class State:
 
     def answer(self, waiting: WaitingRequests[Any, Any], key: Any, message: Message, bulk: Sequence[Bulk] = ()) -> None:
         """Answer a request that waits; nothing when it does not wait any more."""
-        if (found := waiting.take(key)) is not None:
+        if (found := waiting.take_out(key)) is not None:
             self.reply(found.to, message, bulk)
 
     def note(self, text: str, *, is_warning: bool = False) -> None:

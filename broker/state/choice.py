@@ -17,7 +17,7 @@ from slimebus.bus.errors import HookError
 from slimebus.bus.messages import MAX_BATCH_SIZE
 
 
-def choose(state: State, step: int) -> list[Group]:
+def choose_groups(state: State, step: int) -> list[Group]:
     """The groups for `step`; none while there are too few."""
     if not is_enough(state):
         return []
@@ -58,7 +58,7 @@ def can_never_fill(state: State) -> bool:
     return waiting + state.groups.count(READY) < state.rules.batch_size
 
 
-def so_far(state: State, num_ready: int) -> str:
+def describe_ready(state: State, num_ready: int) -> str:
     """`3 of 16 groups`, or `3 groups of 512 of 4096 tokens`."""
     rules = state.rules
     if rules.batch_tokens:

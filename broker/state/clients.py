@@ -22,7 +22,7 @@ from broker.state import evaluation, transitions
 from broker.state.broker_state import State
 from broker.state.effects import Event
 from broker.state.groups import EVAL, Group
-from broker.state.records import Client
+from broker.state.records import ClientRecord
 from slimebus.bus import messages as m
 from slimebus.bus import protocol
 from slimebus.bus.envelope import check_name, error_reply, one_line
@@ -46,7 +46,7 @@ LAST_SHARE = 8
 """An eighth of the names."""
 SILENT_BEATS = 3
 RECONNECT_S = 2.0
-"""Once the broker is started again, a living process is heard within this and a heartbeat: libzmq connects anew at least every second."""
+"""Once the broker is restarted, a living process is heard within this and a heartbeat: libzmq connects anew at least every second."""
 FORGET_S = 3600.0
 """A gone client is forgotten after this long; should it come back, it joins anew."""
 
@@ -91,11 +91,11 @@ def check_sender(state: State, event: Event) -> None:
         raise SlimebusError(text, code="not_resumed")
 
 
-def sender_of(state: State, event: Event) -> Client:
+def sender_of(state: State, event: Event) -> ClientRecord:
     """The client that sends this, alive by it. Raises SlimebusError: `not_joined`, `forbidden` or `fenced`."""
     client = state.clients.get(event.sender)
     if client is not None and event.epoch > client.epoch:
-        client = _take_place(state, client, event)
+        client = _replace_with_successor(state, client, event)
     if client is None or event.epoch > client.epoch:
         raise SlimebusError(f"{event.sender[:64]!r} has not joined this broker; say hello first", code="not_joined")
     if event.key != client.key:
@@ -109,7 +109,7 @@ def sender_of(state: State, event: Event) -> Client:
     return client
 
 
-def touch(state: State, client: Client, peer: bytes = b"") -> None:
+def touch(state: State, client: ClientRecord, peer: bytes = b"") -> None:
     """A sign of life, heard from `peer`."""
     if not state.finish_is_confirmed and (client.name, client.instance) in state.members_at_restart:
         state.confirm_finish()
@@ -133,86 +133,89 @@ def restart(state: State) -> None:
 # --- joining ---
 
 
-def hello(state: State, event: Event, ask: m.Hello) -> None:
+def hello(state: State, event: Event, request: m.Hello) -> None:
     """Take in a client and answer with what it must know to take part."""
-    client = join(state, event, ask)
+    client = join(state, event, request)
     welcome = m.Welcome(run=state.meta.run, epoch=client.epoch, heartbeat_s=state.rules.heartbeat_s, **state.meta.newest())
     welcome.hints, welcome.max_message_bytes = state.hints_address, state.max_message_bytes
-    welcome.protocol, welcome.differences = min(ask.protocol, PROTOCOL_VERSION), list(differences(state, client).values())
+    welcome.protocol, welcome.differences = min(request.protocol, PROTOCOL_VERSION), list(differences(state, client).values())
     state.reply(event.to, welcome)
 
 
-def join(state: State, event: Event, ask: m.Hello) -> Client:
+def join(state: State, event: Event, request: m.Hello) -> ClientRecord:
     """The same instance keeps its epoch; another of the same name gets a new one, and may take the place of the older one."""
-    _check_hello(state, event, ask)
+    _check_hello(state, event, request)
     known = state.clients.get(event.sender)
     if known is not None:
-        _drop_late(state, known)
+        _drop_silent_successors(state, known)
     same_name = [known, *known.successors] if known is not None else []
-    if known is not None and ask.instance in {*known.previous_instances, *(c.instance for c in same_name if c.is_fenced)}:
+    if known is not None and request.instance in {*known.previous_instances, *(c.instance for c in same_name if c.is_fenced)}:
         raise Fenced(f"a newer process has taken the place of this {event.sender!r}; stop this one")
-    _check_key(event, ask, known)
+    _check_key(event, request, known)
     for client in same_name:
-        if (client.instance, client.role, client.key) == (ask.instance, ask.role, event.key):
-            client.settings, client.heard_at = ask.settings, state.now
+        if (client.instance, client.role, client.key) == (request.instance, request.role, event.key):
+            client.settings, client.heard_at = request.settings, state.now
             if client is known:
                 touch(state, client, event.to.peer)
             return client
-    _check_place(state, event.sender, ask)
+    _check_place_is_free(state, event.sender, request)
     if known is None:
-        _make_room(state, ask.role, event.key)
+        _make_room(state, request.role, event.key)
     epoch, state.meta.next_epoch = state.meta.next_epoch, state.meta.next_epoch + 1
-    client = Client(name=event.sender, role=ask.role, epoch=epoch, instance=ask.instance, key=event.key, settings=ask.settings)
-    client.host, client.pid, client.release, client.heard_at = ask.host, ask.pid, one_line(ask.release[:MAX_RELEASE_CHARS]), state.now
+    client = ClientRecord(
+        name=event.sender, role=request.role, epoch=epoch, instance=request.instance, key=event.key, settings=request.settings
+    )
+    client.host, client.pid, client.release = request.host, request.pid, one_line(request.release[:MAX_RELEASE_CHARS])
+    client.heard_at = state.now
     if known is None:
-        _enter(state, client)
+        _add_client(state, client)
         touch(state, client, event.to.peer)
     else:
         known.successors = [*known.successors, client][-MAX_SUCCESSORS:]
-        _keep(state, known)
+        _save_record(state, known)
     return client
 
 
-def _check_hello(state: State, event: Event, ask: m.Hello) -> None:
-    protocol.choose(ask.oldest, ask.protocol, who=repr(event.sender[:64]), their_release=ask.release)
-    if ask.role not in ROLES:
-        raise ProtocolError(f"hello: role {ask.role[:64]!r}; expected one of {', '.join(ROLES)}")
+def _check_hello(state: State, event: Event, request: m.Hello) -> None:
+    protocol.choose(request.oldest, request.protocol, who=repr(event.sender[:64]), their_release=request.release)
+    if request.role not in ROLES:
+        raise ProtocolError(f"hello: role {request.role[:64]!r}; expected one of {', '.join(ROLES)}")
     check_name("hello: sender", event.sender)
-    check_name("hello: instance", ask.instance)
-    check_settings(state, event.sender, ask)
+    check_name("hello: instance", request.instance)
+    check_settings(state, event.sender, request)
 
 
-def _check_key(event: Event, ask: m.Hello, known: Client | None) -> None:
+def _check_key(event: Event, request: m.Hello, known: ClientRecord | None) -> None:
     """A name belongs to the key that joined under it while it is alive. No key keeps out a trainer, which only a trainer's key may be."""
-    if known is None or not is_present(known) or ask.role == "trainer":
+    if known is None or not is_present(known) or request.role == "trainer":
         return
     if known.key != event.key and known.key and event.key:  # without one of both, it is from a time when the broker had no keys
         text = f"the name {event.sender!r} belongs to the key {known.key!r} while its process is alive; choose another name (--worker-name)"
         raise SlimebusError(text, code="forbidden")
 
 
-def holders(state: State, name: str, ask: m.Hello) -> list[Client]:
+def conflicting_clients(state: State, name: str, request: m.Hello) -> list[ClientRecord]:
     """Who is where this hello asks to be: of a trainer every other trainer, of others the process that has their name."""
-    among = [c for c in state.clients.values() if c.role == "trainer"] if ask.role == "trainer" else [state.clients.get(name)]
-    return [c for c in among if c is not None and is_present(c) and (c.name, c.instance) != (name, ask.instance)]
+    among = [c for c in state.clients.values() if c.role == "trainer"] if request.role == "trainer" else [state.clients.get(name)]
+    return [c for c in among if c is not None and is_present(c) and (c.name, c.instance) != (name, request.instance)]
 
 
-def _check_place(state: State, name: str, ask: m.Hello) -> None:
+def _check_place_is_free(state: State, name: str, request: m.Hello) -> None:
     """Raise SlimebusError while a process holds the place: `name_in_doubt` until it is heard and so lives, then `name_in_use`."""
-    for holder in holders(state, name, ask):
-        may_replace = ask.take_over and holder.role == ask.role
+    for holder in conflicting_clients(state, name, request):
+        may_replace = request.take_over and holder.role == request.role
         limit_s = SILENT_BEATS * state.rules.heartbeat_s if holder.peer else RECONNECT_S + state.rules.heartbeat_s
         silent_s = state.now - holder.heard_at
         if may_replace or holder.peer in state.lost_peers or silent_s > limit_s:
             continue
         who = f"{holder.title} (process {holder.pid or 'unknown'} on host {holder.host or 'unknown'}, last heard {silent_s:.1f} s ago)"
-        remedies = ["--take-over replaces it"] if holder.role == ask.role else []
-        remedies += ["--worker-name gives this one another name"] if holder.name == name and ask.role == "rollout" else []
+        remedies = ["--take-over replaces it"] if holder.role == request.role else []
+        remedies += ["--worker-name gives this one another name"] if holder.name == name and request.role == "rollout" else []
         remedy = "; ".join([*remedies, "or stop it first"])
-        if holder.heard_at > holder.newcomers.get(ask.instance, state.now):
-            del holder.newcomers[ask.instance]
+        if holder.heard_at > holder.newcomers.get(request.instance, state.now):
+            del holder.newcomers[request.instance]
             raise SlimebusError(f"{name!r} may not join: {who} is alive; {remedy}", code="name_in_use")
-        newcomers = {ask.instance: state.now} | holder.newcomers
+        newcomers = {request.instance: state.now} | holder.newcomers
         holder.newcomers = dict(list(newcomers.items())[:MAX_SUCCESSORS])
         text = f"{name!r} waits for a sign of {who}, which counts as gone after {limit_s:g} s of silence; {remedy}"
         raise SlimebusError(text, code="name_in_doubt", retryable=True)
@@ -235,15 +238,15 @@ def _make_room(state: State, role: str, key: str) -> None:
         raise state.busy("max_clients", f"{len(state.clients)} processes have joined{whose}")
 
 
-def _keep(state: State, client: Client) -> None:
+def _save_record(state: State, client: ClientRecord) -> None:
     """Have the record of a client written; those of people and tools are not kept."""
     if client.role != "client":
         state.changed("clients", client.name)
 
 
-def _enter(state: State, client: Client) -> None:
+def _add_client(state: State, client: ClientRecord) -> None:
     state.clients[client.name] = client
-    _keep(state, client)
+    _save_record(state, client)
     if client.role != "client":
         state.had_members = True
         state.num_joined += client.role != "consumer"
@@ -260,9 +263,9 @@ def _enter(state: State, client: Client) -> None:
 # --- fencing and leaving ---
 
 
-def _take_place(state: State, old: Client, event: Event) -> Client:
+def _replace_with_successor(state: State, old: ClientRecord, event: Event) -> ClientRecord:
     """A living process of this name, newer than `old`, asks for the first time: it goes on, the older ones are fenced."""
-    _drop_late(state, old)
+    _drop_silent_successors(state, old)
     new = next((c for c in old.successors if (c.epoch, c.key) == (event.epoch, event.key)), None)
     if new is None:
         return old
@@ -271,20 +274,20 @@ def _take_place(state: State, old: Client, event: Event) -> Client:
     new.successors = [c for c in old.successors if c.epoch > new.epoch]
     state.note(f"{new.name} was restarted; its older process is fenced")
     leave(state, old, "its worker was restarted", cause="worker lost")
-    _enter(state, new)
+    _add_client(state, new)
     return new
 
 
-def _drop_late(state: State, holder: Client) -> None:
+def _drop_silent_successors(state: State, holder: ClientRecord) -> None:
     """While its holder lives, the place is no longer open to those who were welcomed and then silent: they count as dead like any other."""
     earliest = state.now - SILENT_BEATS * state.rules.heartbeat_s
     in_time = [c for c in holder.successors if c.heard_at >= earliest]
     if len(in_time) < len(holder.successors) and is_present(holder) and holder.heard_at >= earliest:
         holder.successors = in_time
-        _keep(state, holder)
+        _save_record(state, holder)
 
 
-def fence_older_trainers(state: State, newest: Client) -> None:
+def fence_older_trainers(state: State, newest: ClientRecord) -> None:
     """A trainer resumes: every trainer that joined before it has to stop, also one that has said hello and nothing else."""
     for client in [c for known in state.clients.values() for c in (known, *known.successors)]:
         if client.role == "trainer" and client.epoch < newest.epoch and not client.is_fenced:
@@ -294,7 +297,7 @@ def fence_older_trainers(state: State, newest: Client) -> None:
             _answer_fenced(state, client)
 
 
-def _answer_fenced(state: State, client: Client) -> None:
+def _answer_fenced(state: State, client: ClientRecord) -> None:
     """Answer the batch requests of a fenced client that wait."""
     fenced = error_reply(Fenced(f"a newer process has taken the place of {client.name!r}; stop this one"))
     for step in state.waiting_batches.asked_by(client.name):
@@ -309,7 +312,7 @@ def revoke_keys(state: State, keys: Collection[str]) -> None:
         state.note(f"{client.title} is out: its key {client.key} was revoked", is_warning=True)
 
 
-def goodbye(state: State, event: Event, ask: m.Goodbye) -> None:
+def goodbye(state: State, event: Event, request: m.Goodbye) -> None:
     """Let a client go. One that is unknown or fenced is let go too."""
     client = state.clients.get(event.sender)
     if client is not None and client.epoch == event.epoch and client.key == event.key and not client.is_fenced:
@@ -320,19 +323,19 @@ def goodbye(state: State, event: Event, ask: m.Goodbye) -> None:
     state.reply(event.to, m.Ok())
 
 
-def leave(state: State, client: Client, reason: str, *, cause: str = "worker left") -> None:
+def leave(state: State, client: ClientRecord, reason: str, *, cause: str = "worker left") -> None:
     """Take back what a client holds and waits for."""
     for group in state.groups.leased_by(client.name):
         end_lease(state, group, cause, reason)
-    _end_waits(state, client)
+    _cancel_waiting_requests(state, client)
 
 
-def _end_waits(state: State, client: Client) -> None:
+def _cancel_waiting_requests(state: State, client: ClientRecord) -> None:
     for key in state.waiting_leases.asked_by(client.name):
-        state.waiting_leases.take(key)
-    state.waiting_reads.take(client.name)
+        state.waiting_leases.take_out(key)
+    state.waiting_reads.take_out(client.name)
     for step in state.waiting_batches.asked_by(client.name):
-        state.waiting_batches.take(step)
+        state.waiting_batches.take_out(step)
 
 
 def end_lease(state: State, group: Group, cause: str, reason: str) -> None:
@@ -343,10 +346,10 @@ def end_lease(state: State, group: Group, cause: str, reason: str) -> None:
         transitions.apply_transition(state, group, cause, reason)
 
 
-def set_serving(state: State, client: Client, lineage: str, version: int) -> None:
+def set_serving(state: State, client: ClientRecord, lineage: str, version: int) -> None:
     """A worker serves this version."""
     client.lineage, client.serving = lineage, version
-    state.waiting_leases.serves(client.name, lineage, version)
+    state.waiting_leases.change_version(client.name, lineage, version)
 
 
 def on_silence(state: State, name: str) -> None:
@@ -365,11 +368,11 @@ def on_silence(state: State, name: str) -> None:
     state.timers.set(("client", name), forget_at)
 
 
-def _forget(state: State, client: Client) -> None:
+def _forget(state: State, client: ClientRecord) -> None:
     del state.clients[client.name]
-    _end_waits(state, client)
+    _cancel_waiting_requests(state, client)
     state.timers.cancel(("client", client.name))
-    _keep(state, client)
+    _save_record(state, client)
     if client.name == state.last_trainer:
         state.trainer_left_at = state.now
 
@@ -377,34 +380,34 @@ def _forget(state: State, client: Client) -> None:
 # --- questions ---
 
 
-def is_present(client: Client) -> bool:
+def is_present(client: ClientRecord) -> bool:
     """True for a client that is alive and not fenced."""
     return not client.is_gone and not client.is_fenced
 
 
-def is_silent(state: State, client: Client) -> bool:
+def is_silent(state: State, client: ClientRecord) -> bool:
     """True when a client has missed its last heartbeats."""
     return state.now - client.heard_at > SILENT_BEATS * state.rules.heartbeat_s
 
 
-def blocked(state: State, client: Client) -> str:
+def describe_blocked(state: State, client: ClientRecord) -> str:
     """How long and where a client that is alive has been blocked, in words; empty when it is not."""
     at = f" at {client.blocked_at}" if client.blocked_at else ""
     return f"blocked for {client.blocked_s + state.now - client.heard_at:.0f} s{at}" if client.blocked_s and is_present(client) else ""
 
 
-def is_starting(client: Client) -> bool:
+def is_starting(client: ClientRecord) -> bool:
     """True from its welcome until its engine or model is ready, if it says so; meanwhile it may be too busy for heartbeats."""
     return client.state.startswith("starting")
 
 
-def still_here(state: State) -> list[Client]:
+def clients_awaited_at_end(state: State) -> list[ClientRecord]:
     """Of a finished run, those that the broker waits for: workers and trainers, and consumers that may not know of the end."""
     everyone = state.clients.values()
     return [c for c in everyone if is_present(c) and (c.role in ("rollout", "trainer") or (c.role == "consumer" and not c.knows_end))]
 
 
-def note_end_told(client: Client, request: int, *, is_finished: bool) -> None:
+def note_end_told(client: ClientRecord, request: int, *, is_finished: bool) -> None:
     """An answer that says whether the run is finished leaves for `client`. It may be lost with the connection, and its broker, which leaves
     with the run, would not be there when the client asks again: the client knows of the end when another request of it has come.
     """
@@ -415,7 +418,7 @@ def note_end_told(client: Client, request: int, *, is_finished: bool) -> None:
 # --- what a client says of itself, and what it has to do ---
 
 
-def record_report(client: Client, beat: m.Heartbeat) -> None:
+def record_report(client: ClientRecord, beat: m.Heartbeat) -> None:
     """How a client is and what its engines do, cut to what every status may hold of it."""
     client.state = one_line(beat.state[:64])
     metrics = itertools.islice(((name, value) for name, value in beat.metrics.items() if len(name) <= MAX_NAME_CHARS), MAX_METRICS)
@@ -428,18 +431,18 @@ def _bounded(engine: m.EngineReport) -> dict[str, str]:
     return {name: one_line(getattr(engine, name)[:MAX_ENGINE_CHARS]) for name in ("url", "model", "state")}
 
 
-def add_command(client: Client, ask: m.Command) -> None:
+def add_command(client: ClientRecord, request: m.Command) -> None:
     """A worker has to do something."""
-    client.commands = {**client.commands, ask.key: ask}
+    client.commands = {**client.commands, request.key: request}
 
 
-def take_outcomes(client: Client, outcomes: dict[str, m.CommandReply]) -> list[m.Command]:
+def record_outcomes(client: ClientRecord, outcomes: dict[str, m.CommandReply]) -> list[m.Command]:
     """What became of commands; those that the worker is still to be told of, or is at."""
     if outcomes:
         for one in outcomes.values():
             one.text, one.worker = one_line(one.text), one_line(one.worker)
         client.outcomes = dict(list({**client.outcomes, **outcomes}.items())[-MAX_COMMANDS:])
-        client.commands = {key: ask for key, ask in client.commands.items() if key not in outcomes}
+        client.commands = {key: request for key, request in client.commands.items() if key not in outcomes}
     return list(client.commands.values())
 
 
@@ -461,22 +464,22 @@ def check_settings(state: State, name: str, hello: m.Hello) -> None:
         raise ConfigError(f"{text}: steps beyond it would never get a batch; start both with the same value")
 
 
-def differences(state: State, client: Client) -> dict[str, str]:
+def differences(state: State, client: ClientRecord) -> dict[str, str]:
     """What of the settings of a process differs from the run's -> a sentence with both values and which of them holds."""
     ours = state.rules.agreed
     differing = {key: value for key, value in client.settings.items() if ours.get(key, value) != value}
     found = {
-        f"{key} {value}": f"{key}: {client.name} has {value}, the run has {ours[key]}; {_which_holds(key, client)}"
+        f"{key} {value}": f"{key}: {client.name} has {value}, the run has {ours[key]}; {_describe_value_in_force(key, client)}"
         for key, value in differing.items()
     }
     return {kind: one_line(sentence) for kind, sentence in (*found.items(), *_other_models(state, client))}
 
 
-def _which_holds(key: str, client: Client) -> str:
+def _describe_value_in_force(key: str, client: ClientRecord) -> str:
     return "the run's value holds" if key.startswith(WITH_EACH_LEASE) else f"{client.name} follows its own"
 
 
-def _other_models(state: State, client: Client) -> Iterator[tuple[str, str]]:
+def _other_models(state: State, client: ClientRecord) -> Iterator[tuple[str, str]]:
     """Between the trainer and each worker: the broker itself has no model."""
     mine, trainer = client.settings.get(MODEL), state.clients.get(state.last_trainer)
     for other in state.clients.values() if client.role == "trainer" else [trainer] if trainer else []:  # thousands of workers may join

@@ -18,7 +18,7 @@ from broker.state.broker_state import State
 from broker.state.clients import is_present, is_silent, note_end_told
 from broker.state.effects import Event, StoredPayload
 from broker.state.groups import ASSIGNED, COMMITTED, READY, Group, LateField, field_key
-from broker.state.records import Consumer
+from broker.state.records import ConsumerRecord
 from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import Field, PutFields, PutFieldsReply, Read, ReadGroup, ReadReply
 from slimebus.bus.sample_table import MAX_FIELDS, MAX_LATE_FIELDS, TOKEN_FIELDS, BadSamples, decode_fields, field_bytes
@@ -33,29 +33,29 @@ MAX_NAMES = 32
 # --- reading ---
 
 
-def read(state: State, event: Event, ask: Read) -> None:
+def read(state: State, event: Event, request: Read) -> None:
     """Answer with the next groups behind the cursor, now or when there are some. The same until they are acknowledged."""
-    if ask.shard >= ask.shards:
-        raise ProtocolError(f"read: shard {ask.shard} of {ask.shards}; expected 0 <= shard < shards")
+    if request.shard >= request.shards:
+        raise ProtocolError(f"read: shard {request.shard} of {request.shards}; expected 0 <= shard < shards")
     consumer, name = consumer_of(state, event.sender), event.sender
-    _acknowledge(state, consumer, ask)
+    _acknowledge(state, consumer, request)
     older = state.waiting_reads.get(name)
     if older is not None and older.to != event.to:
         state.answer(state.waiting_reads, name, ReadReply(position=consumer.position, reason="a newer read took its place"))
-    state.waiting_reads.park(name, event, ask, state.now)
-    _serve(state, name)
-    if ask.wait_s == 0:
+    state.waiting_reads.park(name, event, request, state.now)
+    _answer_if_readable(state, name)
+    if request.wait_s == 0:
         answer_timed_out(state, name)
 
 
-def consumer_of(state: State, name: str) -> Consumer:
+def consumer_of(state: State, name: str) -> ConsumerRecord:
     """The durable record of a consumer. A new one begins at the oldest group that is kept. Raises SlimebusError `busy`."""
     found = state.consumers.get(name)
     if found is None:
         if len(state.consumers) >= MAX_CONSUMERS:
             _forget_one(state)
         oldest = next((g.read_position for g in state.groups.by_read_position), state.meta.next_read_position)
-        found = state.consumers[name] = Consumer(name=name, position=oldest - 1)
+        found = state.consumers[name] = ConsumerRecord(name=name, position=oldest - 1)
         state.changed("consumers", name)
     return found
 
@@ -67,19 +67,19 @@ def _forget_one(state: State) -> None:
         raise SlimebusError(f"{MAX_CONSUMERS} consumers take part already; stop one first", code="busy", retryable=True)
     last = min(gone, key=lambda c: c.position)
     del state.consumers[last.name]
-    state.waiting_reads.take(last.name)  # it fell silent while it waited
+    state.waiting_reads.take_out(last.name)  # it fell silent while it waited
     state.last_reads.pop(last.name, None)
     state.changed("consumers", last.name)
     state.note(f"consumer {last.name} is forgotten: {MAX_CONSUMERS} others came after it", is_warning=True)
 
 
-def _acknowledge(state: State, consumer: Consumer, ask: Read) -> None:
+def _acknowledge(state: State, consumer: ConsumerRecord, request: Read) -> None:
     """All before this position is read; or it is read again from there on."""
-    after = ask.after
+    after = request.after
     if after >= state.meta.next_read_position:
         text = f"read after position {after}, but the newest is {state.meta.next_read_position - 1}; the broker lost its folder: begin at 0"
         raise SlimebusError(text, code="position")
-    if after == consumer.position or (after < consumer.position and not ask.back):
+    if after == consumer.position or (after < consumer.position and not request.back):
         return
     last, num_read, num_skipped = state.last_reads.pop(consumer.name, (0, 0, 0))
     if after > consumer.position:
@@ -89,40 +89,40 @@ def _acknowledge(state: State, consumer: Consumer, ask: Read) -> None:
     state.changed("consumers", consumer.name)
 
 
-def serve(state: State) -> None:
+def answer_waiting_reads(state: State) -> None:
     """Answer the reads that wait for what just arrived."""
     if state.waiting_reads and state.served_changes != state.groups.readable_changes:
         state.served_changes = state.groups.readable_changes
         for name in list(state.waiting_reads):
-            _serve(state, name)
+            _answer_if_readable(state, name)
 
 
-def _serve(state: State, name: str) -> None:
-    ask, consumer = state.waiting_reads[name].message, state.consumers[name]
-    found = _next(state, consumer, ask)
+def _answer_if_readable(state: State, name: str) -> None:
+    request, consumer = state.waiting_reads[name].message, state.consumers[name]
+    found = _next_groups(state, consumer, request)
     if not found:
         return
     last = found[-1].read_position
-    num_skipped = _num_of_shard(consumer.position, last, ask) - len(found)
+    num_skipped = _num_of_shard(consumer.position, last, request) - len(found)
     state.last_reads[name] = (last, len(found), num_skipped)
-    only = None if ask.extras is None else tuple(ask.extras)
-    groups = [_described(group, only) for group in found]
+    only = None if request.extras is None else tuple(request.extras)
+    groups = [_describe_group(group, only) for group in found]
     reply = ReadReply(groups=groups, position=consumer.position, num_skipped=num_skipped, finished=state.is_finished)
-    _answer(state, name, reply, [payload_of(group, only) for group in found])
+    _send_reply(state, name, reply, [payload_of(group, only) for group in found])
 
 
-def _answer(state: State, name: str, reply: ReadReply, samples: Sequence[StoredPayload] = ()) -> None:
+def _send_reply(state: State, name: str, reply: ReadReply, samples: Sequence[StoredPayload] = ()) -> None:
     if client := state.clients.get(name):
         note_end_told(client, state.waiting_reads[name].to.request, is_finished=reply.finished)
     state.answer(state.waiting_reads, name, reply, samples)
 
 
-def _next(state: State, consumer: Consumer, ask: Read) -> list[Group]:
+def _next_groups(state: State, consumer: ConsumerRecord, request: Read) -> list[Group]:
     """In order, and no further than the first that still lacks a needed field."""
     behind = state.groups.readable_after(consumer.position)
-    of_shard = (group for group in behind if group.read_position % ask.shards == ask.shard)
-    whole = itertools.takewhile(lambda group: has_fields(group, ask.needs), of_shard)
-    return within_one_answer(itertools.islice(whole, min(ask.count, MAX_READ_GROUPS)))
+    of_shard = (group for group in behind if group.read_position % request.shards == request.shard)
+    whole = itertools.takewhile(lambda group: has_fields(group, request.needs), of_shard)
+    return within_one_answer(itertools.islice(whole, min(request.count, MAX_READ_GROUPS)))
 
 
 def within_one_answer(groups: Iterable[Group]) -> list[Group]:
@@ -137,10 +137,10 @@ def within_one_answer(groups: Iterable[Group]) -> list[Group]:
     return found
 
 
-def _num_of_shard(after: int, last: int, ask: Read) -> int:
+def _num_of_shard(after: int, last: int, request: Read) -> int:
     """Positions of the shard from the one behind `after` to `last`."""
-    first = after + 1 + (ask.shard - after - 1) % ask.shards
-    return max(0, (last - first) // ask.shards + 1)
+    first = after + 1 + (request.shard - after - 1) % request.shards
+    return max(0, (last - first) // request.shards + 1)
 
 
 def has_fields(group: Group, names: list[str]) -> bool:
@@ -148,7 +148,7 @@ def has_fields(group: Group, names: list[str]) -> bool:
     return TOKEN_FIELDS.keys() | {*group.fields, *group.late_names} >= set(names)
 
 
-def _described(group: Group, only: tuple[str, ...] | None) -> ReadGroup:
+def _describe_group(group: Group, only: tuple[str, ...] | None) -> ReadGroup:
     sizes = {name: getattr(group, name) for name in ("num_samples", "num_tokens", "oldest_version")}
     return ReadGroup(group=group.id, lease=group.put_lease, position=group.read_position, num_frames=num_frames(group, only), **sizes)
 
@@ -170,7 +170,7 @@ def answer_timed_out(state: State, name: str) -> None:
     """Answer a read that waited to its end."""
     if name in state.waiting_reads:
         position, reason = state.consumers[name].position, why_waiting(state, name)
-        _answer(state, name, ReadReply(position=position, reason=reason, finished=state.is_finished))
+        _send_reply(state, name, ReadReply(position=position, reason=reason, finished=state.is_finished))
 
 
 def why_waiting(state: State, name: str) -> str:
@@ -200,7 +200,7 @@ def put_fields(state: State, event: Event, put: PutFields) -> None:
             state.tally(state.meta.counted, "late fields discarded", len(fields))
             state.reply(event.to, PutFieldsReply(result="gone", reason=_why_gone(group, put)))
             return
-        late = [_late(group, field, frame, event.sender) for field, frame in zip(fields, frames, strict=True)]
+        late = [_check_late_field(group, field, frame, event.sender) for field, frame in zip(fields, frames, strict=True)]
     except BadSamples as bad:
         raise ProtocolError(f"{where}: {bad.text}") from None
     new = [i for i, field in enumerate(late) if _is_new(group, field)]
@@ -216,13 +216,13 @@ def put_fields(state: State, event: Event, put: PutFields) -> None:
     for i in new:
         state.save("fields", field_key(group.id, late[i].name), [frames[i]])
     if new:
-        _add(state, group, [late[i] for i in new], event.sender)
+        _add_late_fields(state, group, [late[i] for i in new], event.sender)
     is_late = group.phase == ASSIGNED and group.step in state.fetched_steps
     reason = f"the trainer has fetched step {group.step} already" if is_late and new else ""
     state.reply(event.to, PutFieldsReply(result="accepted" if new else "duplicate", reason=reason))
 
 
-def _add(state: State, group: Group, late: list[LateField], name: str) -> None:
+def _add_late_fields(state: State, group: Group, late: list[LateField], name: str) -> None:
     consumer = consumer_of(state, name)
     for field in late:
         if field.name in consumer.fields or len(consumer.fields) < MAX_NAMES:
@@ -241,7 +241,7 @@ def _why_gone(group: Group | None, put: PutFields) -> str:
     return f"lease {put.lease} of group {group.id} has no samples any more (now: {group.phase}, {group.reason})"
 
 
-def _late(group: Group, field: Field, frame: Any, by: str) -> LateField:
+def _check_late_field(group: Group, field: Field, frame: Any, by: str) -> LateField:
     """A field as it is kept. Raises BadSamples."""
     size_bytes = sum(field_bytes(field, group.lengths))
     if size_bytes != len(frame):
@@ -298,7 +298,7 @@ def _who_puts(state: State, name: str) -> str:
     return f"put by {', '.join(words)}" if words else "which no consumer has put so far"
 
 
-def rows(state: State) -> list[dict[str, Any]]:
+def status_rows(state: State) -> list[dict[str, Any]]:
     """Where each consumer stands, for the status."""
     return [
         {

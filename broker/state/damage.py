@@ -20,7 +20,7 @@ LOST_PROMPT = "its stored prompt is damaged"
 LOST_ROW = "its stored record is damaged"
 
 
-def decoded(table: str, key: str, value: bytes | SlimebusError) -> Any:
+def decode_row(table: str, key: str, value: bytes | SlimebusError) -> Any:
     """A stored row. Raises SlimebusError, msgspec.DecodeError or UnicodeDecodeError for one that is damaged."""
     if isinstance(value, SlimebusError):
         raise value
@@ -56,7 +56,7 @@ def _lose_group(state: State, group_id: str) -> None:
     if group_id.startswith("eval/"):
         evaluation.recover_group(state, group_id, LOST_ROW)
     elif state.find_ended(group_id) is None:
-        prompt = prompts.find(state, group_id)
+        prompt = prompts.find_prompt(state, group_id)
         record = next((record for record in state.steps.values() if group_id in record.groups), None)
         phase = QUEUED if record is None else COMMITTED if record.is_committed else ASSIGNED
         group = Group(id=group_id, position=prompt.position if prompt else 0, phase=phase, step=record.step if record else -1)
@@ -93,7 +93,7 @@ def _lose_prompt(state: State, group: Group) -> None:
     """The prompt of a leased group cannot be read: taken from the source again, or dead where the source does not know it."""
     if group.phase != LEASED:
         return
-    prompt = prompts.find(state, group.id)
+    prompt = prompts.find_prompt(state, group.id)
     if prompt is None:
         transitions.apply_transition(state, group, "prompt gone", LOST_PROMPT)
         return
@@ -102,19 +102,21 @@ def _lose_prompt(state: State, group: Group) -> None:
     transitions.apply_transition(state, group, "damaged", LOST_PROMPT)
 
 
-def reject(state: State, event: Event, ask: Reject) -> None:
+def reject(state: State, event: Event, request: Reject) -> None:
     """The trainer cannot train some groups of a step: a failed attempt each, and the step gets others. A repeat changes nothing."""
     number = (event.epoch, event.to.request)
     if number > state.meta.last_reject:
-        if ask.step < state.meta.next_step:
-            raise SlimebusError(f"reject of groups of step {ask.step}; it is committed, the next is {state.meta.next_step}", code="step")
+        if request.step < state.meta.next_step:
+            raise SlimebusError(
+                f"reject of groups of step {request.step}; it is committed, the next is {state.meta.next_step}", code="step"
+            )
         state.meta.last_reject = number
-        named = state.steps[ask.step].groups if ask.step in state.steps else []
-        bad = [state.groups.by_id[name] for name in ask.groups if name in named]
+        named = state.steps[request.step].groups if request.step in state.steps else []
+        bad = [state.groups.by_id[name] for name in request.groups if name in named]
         for group in bad:
-            _reject(state, group, ask.groups[group.id])
+            _reject(state, group, request.groups[group.id])
         if bad:
-            choose_anew(state, ask.step)
+            choose_anew(state, request.step)
     state.reply(event.to, Ok())
 
 

@@ -8,16 +8,16 @@ import msgspec
 
 from broker.state import admission, choice, consumers, ending, evaluation, prompts
 from broker.state.broker_state import State
-from broker.state.clients import blocked, is_present, is_silent, is_starting, still_here
+from broker.state.clients import clients_awaited_at_end, describe_blocked, is_present, is_silent, is_starting
 from broker.state.groups import EVAL, Group
-from broker.state.records import Cause, Client, Evaluation
+from broker.state.records import Cause, ClientRecord, Evaluation
 from broker.state.waiting import Kind
 from slimebus.bus.messages import NO_VERSION
 
 MAX_NAMES = 4
 
 
-def cause(state: State) -> Cause:
+def find_cause(state: State) -> Cause:
     """Who the run waits for now, in one sentence."""
     meta = state.meta
     trainer = next((c for c in state.clients.values() if c.role == "trainer" and not c.is_fenced), None)
@@ -28,13 +28,13 @@ def cause(state: State) -> Cause:
     if trainer is None:
         return Cause("trainer", [state.last_trainer] if state.last_trainer else [], _no_trainer(state))
     if trainer.is_gone or is_silent(state, trainer):
-        text = f"{trainer.title} has been silent for {state.now - trainer.heard_at:.0f} s; it {_doing(state)}"
+        text = f"{trainer.title} has been silent for {state.now - trainer.heard_at:.0f} s; it {_describe_trainer_activity(state)}"
     elif not meta.lineage:
         text = f"{trainer.title} joined and has not said which step it trains next; {_workers(state)} for it"
     elif meta.version == NO_VERSION:
         text = f"{_workers(state)} for version {meta.base_version} that {trainer.title} has not published"
     elif meta.next_step in state.steps or meta.next_step not in state.waiting_batches:
-        text = f"{trainer.title} {_doing(state)}"
+        text = f"{trainer.title} {_describe_trainer_activity(state)}"
     else:
         return _with_oldest_lease(state, batch_cause(state, meta.next_step))
     return Cause("trainer", [trainer.name], text)
@@ -52,11 +52,11 @@ def _workers(state: State) -> str:
     return "1 worker waits" if count == 1 else f"{count or 'no'} workers wait"
 
 
-def _doing(state: State) -> str:
+def _describe_trainer_activity(state: State) -> str:
     """What the trainer does with the next step to commit, as far as the broker saw it."""
     pace, step = state.pace, state.meta.next_step
     if step not in state.steps:
-        return f"has not asked for batch {step}: {choice.so_far(state, len(state.groups.ready))} ready"
+        return f"has not asked for batch {step}: {choice.describe_ready(state, len(state.groups.ready))} ready"
     if step not in state.fetched_steps:
         return f"was given batch {step} {state.now - pace.assigned_at:.0f} s ago and has not fetched it"
     begun = max(state.fetched_steps[step], pace.last_progress_at if pace.has_stepped else 0.0)
@@ -86,8 +86,8 @@ def reason_for(state: State, step: int) -> str:
 
 def batch_cause(state: State, step: int) -> Cause:
     """Whom the next batch to be chosen waits for, while too few groups are ready."""
-    parts = [f"trainer waits for batch {step}: {choice.so_far(state, len(state.groups.ready))} ready"]
-    holders, leases = _holders(state, state.groups.leased_for_training())
+    parts = [f"trainer waits for batch {step}: {choice.describe_ready(state, len(state.groups.ready))} ready"]
+    holders, leases = _workers_with_leases(state, state.groups.leased_for_training())
     parts += leases
     if lacking := consumers.why_fields_are_awaited(state):
         parts.append(lacking)
@@ -100,7 +100,7 @@ def batch_cause(state: State, step: int) -> Cause:
     return Cause(found.role, found.who, "; ".join(parts if lacking else [*parts, found.reason]))
 
 
-def _holders(state: State, leased: Iterable[Group]) -> tuple[list[str], list[str]]:
+def _workers_with_leases(state: State, leased: Iterable[Group]) -> tuple[list[str], list[str]]:
     """Which workers that hold these groups are waited for, where there are some the silent and blocked ones, and a sentence for each."""
     holders = Counter(group.lease.worker for group in leased)
     stuck = {name: why for name in holders if (client := state.clients.get(name)) is not None and (why := _why_stuck(state, client))}
@@ -111,11 +111,11 @@ def _holders(state: State, leased: Iterable[Group]) -> tuple[list[str], list[str
 
 def end_cause(state: State) -> Cause:
     """What a run waits for after its trainer has finished: workers of its last evaluations, then processes that have not left."""
-    running = evaluation.running(state)
+    running = evaluation.running_evaluations(state)
     if not running:
-        staying = still_here(state)
+        staying = clients_awaited_at_end(state)
         names, verb = [client.name for client in staying], "has" if len(staying) == 1 else "have"
-        return Cause(staying[0].role, names[:MAX_NAMES], f"the run is finished; {_named(names)} {verb} not left")
+        return Cause(staying[0].role, names[:MAX_NAMES], f"the run is finished; {_join_names(names)} {verb} not left")
     first = running[0]
     done, total = evaluation.progress(first)
     found = _evaluation_cause(state, first)
@@ -127,21 +127,21 @@ def _evaluation_cause(state: State, running: Evaluation) -> Cause:
     if why := ending.why_unserved(state, running):
         left_s = min(state.rules.client_timeout_s, state.timers.deadline(("unserved evaluation", running.key)) - state.now)
         return Cause("rollout", [], f"{why}; this evaluation ends in {max(0.0, left_s):.0f} s")
-    holders, leases = _holders(state, (group for group in state.groups.by_lease.values() if group.evaluation == running.key))
+    holders, leases = _workers_with_leases(state, (group for group in state.groups.by_lease.values() if group.evaluation == running.key))
     if holders:
         return Cause("rollout", holders, "; ".join(leases))
     workers = [client for client in state.clients.values() if client.role == "rollout" and is_present(client)]
-    serving = [client.name for client in workers if ending.serves(state, client, running)]
+    serving = [client.name for client in workers if ending.can_serve_evaluation(state, client, running)]
     if not serving:
         names = [client.name for client in workers]
-        return Cause("rollout", names[:MAX_NAMES], f"{_named(names)} still {_pull(names)} version {running.version}")
+        return Cause("rollout", names[:MAX_NAMES], f"{_join_names(names)} still {_pull_verb(names)} version {running.version}")
     idle = [name for name in serving if name not in state.groups.by_worker]
     what = "could work and asks for nothing" if idle else "serves it and is busy with other groups"
-    return Cause("rollout", (idle or serving)[:MAX_NAMES], f"none leased; {_named(idle or serving)} {what}")
+    return Cause("rollout", (idle or serving)[:MAX_NAMES], f"none leased; {_join_names(idle or serving)} {what}")
 
 
-def _why_stuck(state: State, client: Client) -> str:
-    return f"silent for {state.now - client.heard_at:.0f} s" if is_silent(state, client) else blocked(state, client)
+def _why_stuck(state: State, client: ClientRecord) -> str:
+    return f"silent for {state.now - client.heard_at:.0f} s" if is_silent(state, client) else describe_blocked(state, client)
 
 
 def _no_leases(state: State) -> Cause:
@@ -150,7 +150,9 @@ def _no_leases(state: State) -> Cause:
     present = [c for c in workers if is_present(c)]
     if not present:
         names = [c.name for c in workers]
-        return Cause("rollout", names[:MAX_NAMES], f"no rollout worker is connected{f' ({_named(names)} fell silent)' if names else ''}")
+        return Cause(
+            "rollout", names[:MAX_NAMES], f"no rollout worker is connected{f' ({_join_names(names)} fell silent)' if names else ''}"
+        )
     if (why_none := prompts.why_none(state)) and not state.groups.first_queued():
         return Cause("broker", ["source"], why_none)
     refusals = {c.name: admission.refusal_for(state, c, needs_weights=True) for c in present}
@@ -159,21 +161,21 @@ def _no_leases(state: State) -> Cause:
         return first
     if all(refusal is not None and refusal.role == "rollout" for refusal in refusals.values()):
         names = [*refusals]
-        return Cause("rollout", names[:MAX_NAMES], f"{_named(names)} still {_pull(names)} version {state.meta.version}")
+        return Cause("rollout", names[:MAX_NAMES], f"{_join_names(names)} still {_pull_verb(names)} version {state.meta.version}")
     if scored := [group for group in state.groups.by_lease.values() if group.kind == EVAL]:
         names = sorted({group.lease.worker for group in scored})
         return Cause("rollout", names[:MAX_NAMES], f"none leased; workers sample {len(scored)} prompts of an evaluation")
     if first is not None and all(refusals.values()):
         return Cause("trainer", [c.name for c in [trainer_of(state)] if c], f"{name} waits: {first.reason}")
     idle = [name for name, refusal in refusals.items() if refusal is None]
-    return Cause("rollout", idle[:MAX_NAMES], f"none leased; {_named(idle)} could work and asks for nothing")
+    return Cause("rollout", idle[:MAX_NAMES], f"none leased; {_join_names(idle)} could work and asks for nothing")
 
 
-def _pull(names: list[str]) -> str:
+def _pull_verb(names: list[str]) -> str:
     return "pulls" if len(names) == 1 else "pull"
 
 
-def _named(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
 
@@ -183,7 +185,7 @@ def why_leases_wait(state: State) -> dict[Kind, str]:
     return {waiting.kind: admission.why_waiting(state, waiting) for waiting in state.waiting_leases.one_of_each_kind()}
 
 
-def waiting(state: State) -> list[str]:
+def waiting_lines(state: State) -> list[str]:
     """One line for each role that waits, naming what it waits for."""
     lines = [f"the broker waits for its store: {state.store_problem}"] if state.store_problem else []
     asked = {step: state.clients.get(waiting.client) for step, waiting in sorted(state.waiting_batches.items())}
@@ -198,7 +200,7 @@ def waiting(state: State) -> list[str]:
             lines.append(f"{client.title} is {client.state}{silence}")
         elif client.role != "client" and not client.is_fenced and silence:
             lines.append(f"{client.title} has been silent for {state.now - client.heard_at:.0f} s")
-        elif not client.is_fenced and (why := blocked(state, client)):
+        elif not client.is_fenced and (why := describe_blocked(state, client)):
             lines.append(f"{client.title} is {why}")
     trainer = trainer_of(state)
     if trainer and not state.meta.lineage:
@@ -220,6 +222,6 @@ def _lease_lines(state: State) -> list[str]:
     ]
 
 
-def trainer_of(state: State) -> Client | None:
+def trainer_of(state: State) -> ClientRecord | None:
     """The trainer that takes part."""
     return next((c for c in state.clients.values() if c.role == "trainer" and is_present(c)), None)

@@ -8,22 +8,22 @@ import math
 
 from broker.state import admission, evaluation
 from broker.state.broker_state import State
-from broker.state.clients import is_present, still_here
+from broker.state.clients import clients_awaited_at_end, is_present
 from broker.state.effects import Event
-from broker.state.records import Client, Evaluation
+from broker.state.records import ClientRecord, Evaluation
 from slimebus.bus.messages import Finish, Ok
 
 UNSERVED = "no worker serves its version"
 """The reason under which its prompts are counted."""
 
 
-def finish(state: State, event: Event, ask: Finish) -> None:
+def finish(state: State, event: Event, request: Finish) -> None:
     """The last step is trained; workers leave once the last evaluation is done."""
     state.confirm_finish()
     if not state.meta.finishing:
         state.meta.finishing, state.meta.finished_num_steps = True, state.rules.num_steps or 0
         evaluation.start_automatic(state)
-        state.note(f"the trainer has finished{': ' + ask.reason if ask.reason else ''}")
+        state.note(f"the trainer has finished{': ' + request.reason if request.reason else ''}")
     state.reply(event.to, Ok())
 
 
@@ -48,7 +48,7 @@ def await_confirmation(state: State) -> None:
 
 def is_over(state: State) -> bool:
     """True once the run is finished, and every process that its broker waits for has left."""
-    return state.is_finished and not still_here(state)
+    return state.is_finished and not clients_awaited_at_end(state)
 
 
 def confirm_finish(state: State) -> None:
@@ -66,7 +66,7 @@ def watch_evaluations(state: State) -> None:
     """Set a deadline for each running evaluation that nobody can make, and cancel it when somebody can again."""
     if not state.meta.finishing:
         return
-    for running in evaluation.running(state):
+    for running in evaluation.running_evaluations(state):
         timer = ("unserved evaluation", running.key)
         if not why_unserved(state, running):
             state.timers.cancel(timer)
@@ -77,7 +77,7 @@ def watch_evaluations(state: State) -> None:
 def end_unserved(state: State, key: str) -> None:
     """Nobody came who can make this evaluation."""
     if why := why_unserved(state, state.evaluations[key]):
-        evaluation.end(state, state.evaluations[key], UNSERVED, why)
+        evaluation.end_evaluation(state, state.evaluations[key], UNSERVED, why)
 
 
 def why_unserved(state: State, running: Evaluation) -> str:
@@ -86,11 +86,11 @@ def why_unserved(state: State, running: Evaluation) -> str:
     workers = [client for client in present if client.role == "rollout"]
     if not workers:
         return "no worker is left to evaluate"
-    if any(client.role == "trainer" for client in present) or any(serves(state, client, running) for client in workers):
+    if any(client.role == "trainer" for client in present) or any(can_serve_evaluation(state, client, running) for client in workers):
         return ""
     return f"no connected worker serves version {running.version} and the trainer that could serve it has left"
 
 
-def serves(state: State, worker: Client, running: Evaluation) -> bool:
+def can_serve_evaluation(state: State, worker: ClientRecord, running: Evaluation) -> bool:
     """True for a worker that may lease prompts of this evaluation."""
     return worker.serving >= running.version and not admission.unready_weights(state, worker)

@@ -38,7 +38,7 @@ def start_if_due(state: State) -> None:
         start_automatic(state)
 
 
-def running(state: State) -> list[Evaluation]:
+def running_evaluations(state: State) -> list[Evaluation]:
     """The evaluations that are not done."""
     return [evaluation for evaluation in state.evaluations.values() if not evaluation.is_done]
 
@@ -48,14 +48,14 @@ def start_automatic(state: State) -> None:
     key = f"{AUTOMATIC}{state.meta.lineage}/{state.meta.version}"
     if not state.rules.eval_datasets or state.meta.version == NO_VERSION or key in state.evaluations:
         return
-    if len(running(state)) >= MAX_RUNNING:
+    if len(running_evaluations(state)) >= MAX_RUNNING:
         state.tally(state.meta.counted, "evaluations skipped")
         state.note(f"version {state.meta.version} is not evaluated: {MAX_RUNNING} evaluations run already", is_warning=True)
     else:
-        start(state, key, list(state.rules.eval_datasets))
+        start_evaluation(state, key, list(state.rules.eval_datasets))
 
 
-def start(state: State, key: str, datasets: list[str]) -> Evaluation:
+def start_evaluation(state: State, key: str, datasets: list[str]) -> Evaluation:
     """Queue every prompt of these held-out sets for workers that serve the newest version or a later one."""
     meta = state.meta
     tallies = {name: Tally(num_prompts=state.rules.eval_datasets[name].num_prompts) for name in datasets}
@@ -72,42 +72,42 @@ def start(state: State, key: str, datasets: list[str]) -> Evaluation:
     return evaluation
 
 
-def evaluate(state: State, event: Event, ask: Evaluate) -> None:
+def evaluate(state: State, event: Event, request: Evaluate) -> None:
     """Start an evaluation on request, or answer with one of the same key."""
-    check_name("evaluate: key", ask.key)
-    evaluation = state.evaluations.get(ask.key)
+    check_name("evaluate: key", request.key)
+    evaluation = state.evaluations.get(request.key)
     if evaluation is None:
-        evaluation = _start_asked(state, ask)
-    if evaluation.is_done or ask.wait_s == 0:
-        _answer(state, event.to, evaluation)
+        evaluation = _start_requested(state, request)
+    if evaluation.is_done or request.wait_s == 0:
+        _send_reply(state, event.to, evaluation)
         return
     key = (event.sender, event.to.request)
     if key not in state.waiting_evaluations:
         state.check_may_wait(state.waiting_evaluations, event.sender)
-    state.waiting_evaluations.park(key, event, ask, state.now)
+    state.waiting_evaluations.park(key, event, request, state.now)
 
 
-def _start_asked(state: State, ask: Evaluate) -> Evaluation:
+def _start_requested(state: State, request: Evaluate) -> Evaluation:
     if state.is_finished:
         remedy = "a checkpoint is evaluated without a run: slimebus eval --model RUN_DIR/checkpoints/step_N"
         raise SlimebusError(f"evaluate: the run is finished and its workers leave; {remedy}", code="finished")
     known = state.rules.eval_datasets
-    datasets = ask.datasets or list(known)
+    datasets = request.datasets or list(known)
     unknown = [name for name in datasets if name not in known]
     if unknown or not datasets:
         text = f"evaluate: no held-out set {unknown[0][:64]!r}" if unknown else "evaluate: this run has no held-out set"
         raise SlimebusError(f"{text}; known: {', '.join(known) or 'none'}", code="no_dataset")
     if state.meta.version == NO_VERSION:
         raise SlimebusError("evaluate: no version is published yet", code="no_version", retryable=True)
-    if len(running(state)) >= MAX_RUNNING:
+    if len(running_evaluations(state)) >= MAX_RUNNING:
         raise SlimebusError(f"evaluate: {MAX_RUNNING} evaluations run already", code="busy", retryable=True)
-    return start(state, ask.key, datasets)
+    return start_evaluation(state, request.key, datasets)
 
 
 # --- scoring ---
 
 
-def score(state: State, group: Group, made: CheckedGroup) -> None:
+def score_group(state: State, group: Group, made: CheckedGroup) -> None:
     """Add the samples of one prompt to the tally of its held-out set."""
     tally = state.evaluations[group.evaluation].tallies[group.dataset]
     rewards = (None if sample.has_failed else sample.reward for sample in made.samples)
@@ -115,7 +115,7 @@ def score(state: State, group: Group, made: CheckedGroup) -> None:
     oldest, newest = version_range([sample for sample in made.samples if not sample.has_failed])
     tally.newest_version = max(tally.newest_version, newest)
     tally.oldest_version = min((v for v in (tally.oldest_version, oldest) if v != NO_VERSION), default=NO_VERSION)
-    _close(state, group, "scored")
+    _close_group(state, group, "scored")
 
 
 def retry(state: State, group: Group, cause: str, reason: str) -> None:
@@ -129,12 +129,12 @@ def retry(state: State, group: Group, cause: str, reason: str) -> None:
 def give_up_group(state: State, group: Group, reason: str) -> None:
     """Count the samples of a prompt as failed."""
     state.evaluations[group.evaluation].tallies[group.dataset].add([], state.rules.eval_datasets[group.dataset].num_samples)
-    _close(state, group, f"given up: {reason}")
+    _close_group(state, group, f"given up: {reason}")
 
 
 def recover_group(state: State, group_id: str, reason: str) -> None:
     """The record of an evaluation group is lost: its samples count as failed."""
-    for evaluation in running(state):
+    for evaluation in running_evaluations(state):
         dataset = next((name for name in evaluation.tallies if group_id.startswith(f"eval/{evaluation.serial}/{name}/")), None)
         if dataset is not None:
             group = Group(id=group_id, position=0, kind=EVAL, evaluation=evaluation.key, dataset=dataset)
@@ -142,15 +142,15 @@ def recover_group(state: State, group_id: str, reason: str) -> None:
             give_up_group(state, group, reason)
 
 
-def _close(state: State, group: Group, reason: str) -> None:
+def _close_group(state: State, group: Group, reason: str) -> None:
     evaluation = state.evaluations[group.evaluation]
     state.retire(group, reason)
     state.changed("evaluations", evaluation.key)
     if all(t.num_done >= t.num_prompts for t in evaluation.tallies.values()):
-        _complete(state, evaluation, "")
+        _complete_evaluation(state, evaluation, "")
 
 
-def _complete(state: State, evaluation: Evaluation, reason: str) -> None:
+def _complete_evaluation(state: State, evaluation: Evaluation, reason: str) -> None:
     evaluation.is_done, evaluation.reason = True, reason
     state.changed("evaluations", evaluation.key)
     state.timers.cancel(("unserved evaluation", evaluation.key))
@@ -170,32 +170,32 @@ def _complete(state: State, evaluation: Evaluation, reason: str) -> None:
 
 def answer_timed_out(state: State, key: tuple[str, int]) -> None:
     """Answer a waiting request with what there is."""
-    waiting = state.waiting_evaluations.take(key)
+    waiting = state.waiting_evaluations.take_out(key)
     if waiting is not None:
-        _answer(state, waiting.to, state.evaluations[waiting.message.key])
+        _send_reply(state, waiting.to, state.evaluations[waiting.message.key])
 
 
 def cancel_impossible(state: State) -> None:
     """After a restart with other held-out sets: what can no longer be scored is ended."""
     sizes = {name: dataset.num_prompts for name, dataset in state.rules.eval_datasets.items()}
-    if any(sizes.get(name) != tally.num_prompts for e in running(state) for name, tally in e.tallies.items()):
+    if any(sizes.get(name) != tally.num_prompts for e in running_evaluations(state) for name, tally in e.tallies.items()):
         cancel_running(state, "the held-out sets changed")
 
 
 def cancel_running(state: State, reason: str) -> None:
     """End every running evaluation."""
-    for evaluation in running(state):
-        end(state, evaluation, reason)
+    for evaluation in running_evaluations(state):
+        end_evaluation(state, evaluation, reason)
 
 
-def end(state: State, evaluation: Evaluation, reason: str, why: str = "") -> None:
+def end_evaluation(state: State, evaluation: Evaluation, reason: str, why: str = "") -> None:
     """End a running evaluation with what is scored so far. Its other prompts are counted under `reason`; why: the same in a sentence."""
     done, total = progress(evaluation)
     for group in [g for g in state.groups.by_id.values() if g.evaluation == evaluation.key]:
         state.retire(group, reason)
     text = f"evaluation of version {evaluation.version} ended with {done} of {total} prompts: {why or reason}"
     state.note(text, is_warning=True)
-    _complete(state, evaluation, why or reason)
+    _complete_evaluation(state, evaluation, why or reason)
 
 
 # --- results ---
@@ -214,7 +214,7 @@ def progress(evaluation: Evaluation) -> tuple[int, int]:
     return sum(t.num_done for t in evaluation.tallies.values()), sum(t.num_prompts for t in evaluation.tallies.values())
 
 
-def _answer(state: State, to: Address, evaluation: Evaluation) -> None:
+def _send_reply(state: State, to: Address, evaluation: Evaluation) -> None:
     done, total = progress(evaluation)
     reason = evaluation.reason if evaluation.is_done else f"{done} of {total} prompts of version {evaluation.version} are scored"
     state.reply(to, EvaluateReply(done=evaluation.is_done, reason=reason), [Inline(msgspec.json.encode(results(evaluation)))])

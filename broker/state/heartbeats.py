@@ -6,10 +6,10 @@ A command is kept until a heartbeat of its worker tells what became of it. A bro
 from collections.abc import Collection
 
 from broker.state.broker_state import State
-from broker.state.clients import MAX_COMMANDS, add_command, note_end_told, record_report, set_serving, take_outcomes
+from broker.state.clients import MAX_COMMANDS, add_command, note_end_told, record_outcomes, record_report, set_serving
 from broker.state.effects import Event
 from broker.state.groups import WorkerLeases
-from broker.state.records import Client
+from broker.state.records import ClientRecord
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import LEASE_SUM_MODULUS
@@ -21,27 +21,27 @@ def heartbeat(state: State, event: Event, beat: m.Heartbeat) -> None:
     record_report(client, beat)
     set_serving(state, client, beat.lineage, beat.serving)
     note_end_told(client, event.to.request, is_finished=state.is_finished)
-    outstanding = take_outcomes(client, beat.outcomes)
+    outstanding = record_outcomes(client, beat.outcomes)
     reply = m.HeartbeatReply(**state.meta.newest(), finished=state.is_finished, hints=state.hints_address, commands=outstanding)
     leases = state.groups.by_worker.get(client.name) or WorkerLeases()
     if beat.leases is not None:
-        _compare(state, client, leases, beat.leases, reply)
-    elif _are(leases.groups, beat):
+        _reconcile_leases(state, client, leases, beat.leases, reply)
+    elif _match_lease_sum(leases.groups, beat):
         state.leases.confirm(list(leases.unconfirmed))
     else:
-        reply.list_leases = not _are(leases.groups.keys() - leases.unconfirmed, beat)
+        reply.list_leases = not _match_lease_sum(leases.groups.keys() - leases.unconfirmed, beat)
     reply.recalled = [lease for lease, group in leases.groups.items() if group.lease.is_recalled]
     if not reply.list_leases:
         state.leases.extend(client.name, state.now + state.rules.lease_s)
     state.reply(event.to, reply)
 
 
-def _are(leases: Collection[int], beat: m.Heartbeat) -> bool:
+def _match_lease_sum(leases: Collection[int], beat: m.Heartbeat) -> bool:
     """True when these are as many leases as the worker works on, and of the same sum."""
     return len(leases) == beat.num_leases and sum(leases) % LEASE_SUM_MODULUS == beat.lease_sum
 
 
-def _compare(state: State, client: Client, leases: WorkerLeases, listed: Collection[int], reply: m.HeartbeatReply) -> None:
+def _reconcile_leases(state: State, client: ClientRecord, leases: WorkerLeases, listed: Collection[int], reply: m.HeartbeatReply) -> None:
     """Take a client's own list: what it lacks ends unless a later heartbeat names it; the answer lists what it holds no more."""
     named = set(listed)
     state.leases.confirm(leases.unconfirmed & named)
@@ -54,23 +54,23 @@ def _compare(state: State, client: Client, leases: WorkerLeases, listed: Collect
 # --- commands ---
 
 
-def command(state: State, event: Event, ask: m.Command) -> None:
+def command(state: State, event: Event, request: m.Command) -> None:
     """Hand a command to its worker, or say what became of it."""
-    worker = _worker(state, ask)
-    outcome = worker.outcomes.get(ask.key)
-    if outcome is None and ask.key not in worker.commands:
+    worker = _find_worker(state, request)
+    outcome = worker.outcomes.get(request.key)
+    if outcome is None and request.key not in worker.commands:
         if len(worker.commands) >= MAX_COMMANDS:
             raise state.busy("commands", f"{worker.name} has {MAX_COMMANDS} commands to do")
-        add_command(worker, ask)
-        state.note(f"{worker.name} has to {ask.action} {ask.url}".rstrip())
+        add_command(worker, request)
+        state.note(f"{worker.name} has to {request.action} {request.url}".rstrip())
     state.reply(event.to, outcome or m.CommandReply(worker=worker.name))
 
 
-def _worker(state: State, ask: m.Command) -> Client:
+def _find_worker(state: State, request: m.Command) -> ClientRecord:
     workers = {c.name: c for c in state.clients.values() if c.role == "rollout" and not c.is_gone and not c.is_fenced}
     names = ", ".join(workers) or "none"
-    if not ask.worker and len(workers) != 1:
+    if not request.worker and len(workers) != 1:
         raise SlimebusError(f"name one of the workers of this run: {names}", code="no_worker")
-    if ask.worker and ask.worker not in workers:
-        raise SlimebusError(f"no worker {ask.worker[:64]!r} in this run; there are: {names}", code="no_worker")
-    return workers[ask.worker] if ask.worker else next(iter(workers.values()))
+    if request.worker and request.worker not in workers:
+        raise SlimebusError(f"no worker {request.worker[:64]!r} in this run; there are: {names}", code="no_worker")
+    return workers[request.worker] if request.worker else next(iter(workers.values()))

@@ -14,7 +14,7 @@ from broker.state.broker_state import FILTERED, State
 from broker.state.clients import end_lease, is_present, set_serving
 from broker.state.effects import Address, EvalPrompt, Event, StoredPayload, StoredPrompt
 from broker.state.groups import EVAL, LEASED, TRAIN, Group, LeaseRecord, Partial, version_range
-from broker.state.records import Client
+from broker.state.records import ClientRecord
 from broker.state.rules import Sampling
 from broker.state.waiting import Kind, Waiting
 from slimebus.bus.messages import NO_VERSION, GiveBack, Lease, LeasedGroup, LeaseReply, Ok, Put, PutReply
@@ -35,25 +35,25 @@ Refused = dict[Kind, bool]
 # --- lease ---
 
 
-def lease(state: State, event: Event, ask: Lease) -> None:
+def lease(state: State, event: Event, request: Lease) -> None:
     """Grant up to `want` groups, now or when capacity appears. The same request repeated gets the same groups."""
     key, waiting, rules = (event.sender, event.to.request), state.waiting_leases, state.rules
-    set_serving(state, state.clients[event.sender], ask.lineage, ask.serving)
+    set_serving(state, state.clients[event.sender], request.lineage, request.serving)
     if granted := state.groups.leased_at(*key):
-        _answer(state, event.to, granted)
+        _send_groups(state, event.to, granted)
         return
     if key not in waiting and (len(waiting) >= rules.max_parked or len(waiting.asked_by(event.sender)) >= rules.max_parked_per_client):
         deal(state)  # those before it in the same burst may have their groups now
         state.check_may_wait(waiting, event.sender)
-    waiting.park(key, event, ask, state.now, (ask.lineage, ask.serving, ask.needs_weights))
-    if ask.wait_s == 0 or state.is_finished:
+    waiting.park(key, event, request, state.now, (request.lineage, request.serving, request.needs_weights))
+    if request.wait_s == 0 or state.is_finished:
         deal(state)
         answer_timed_out(state, key)
 
 
 def answer_timed_out(state: State, key: tuple[str, int]) -> None:
     """Answer a lease request that waited to its end: nothing, and why."""
-    if (waiting := state.waiting_leases.take(key)) is not None:
+    if (waiting := state.waiting_leases.take_out(key)) is not None:
         state.reply(waiting.to, LeaseReply(reason=admission.why_waiting(state, waiting), finished=state.is_finished))
 
 
@@ -69,7 +69,7 @@ def deal(state: State) -> None:
     granted: dict[Address, list[Group]] = {}
     while turn := next(line, None) or (wants_more.popleft() if wants_more else None):
         waiting, num_wanted = turn
-        group = _next_for(state, waiting, refused)
+        group = _next_group_for(state, waiting, refused)
         if group is None:
             if not _open_kinds(state, refused):  # nobody behind it gets anything; thousands may wait
                 break
@@ -82,13 +82,13 @@ def deal(state: State) -> None:
         if num_wanted > 0 and _fits_one_more(state, groups):
             wants_more.append((waiting, num_wanted))
         else:
-            state.waiting_leases.take((waiting.client, waiting.to.request))
+            state.waiting_leases.take_out((waiting.client, waiting.to.request))
     for to, groups in granted.items():
-        state.waiting_leases.take((groups[0].lease.worker, to.request))
-        _answer(state, to, groups)
+        state.waiting_leases.take_out((groups[0].lease.worker, to.request))
+        _send_groups(state, to, groups)
 
 
-def _can_begin(client: Client) -> bool:
+def _can_begin(client: ClientRecord) -> bool:
     return is_present(client) and not client.blocked_s
 
 
@@ -117,7 +117,7 @@ def _is_refused(state: State, waiting: Waiting[Lease], refused: Refused) -> bool
     return refused[waiting.kind]
 
 
-def _next_for(state: State, waiting: Waiting[Lease], refused: Refused) -> Group | None:
+def _next_group_for(state: State, waiting: Waiting[Lease], refused: Refused) -> Group | None:
     evaluated = _next_evaluated(state, waiting)
     if evaluated is not None and _is_turn_of(state, evaluated):
         return evaluated
@@ -126,7 +126,7 @@ def _next_for(state: State, waiting: Waiting[Lease], refused: Refused) -> Group 
     group = state.groups.first_queued(TRAIN)
     if group is not None and _is_suspect(state, group) and any(_is_suspect(state, g) for g in state.groups.leased_by(waiting.client)):
         group = None
-    return group or prompts.draw(state) or evaluated
+    return group or prompts.draw_group(state) or evaluated
 
 
 def _is_suspect(state: State, group: Group) -> bool:
@@ -176,13 +176,13 @@ def next_number(state: State) -> int:
     return state.meta.next_lease - 1
 
 
-def _answer(state: State, to: Address, groups: list[Group]) -> None:
+def _send_groups(state: State, to: Address, groups: list[Group]) -> None:
     records = [EvalPrompt(g.dataset, g.row) if g.kind == EVAL else StoredPrompt(g.id) for g in groups]
     begun = [frame for g in groups for frame in _partial_frames(g)]
-    state.reply(to, LeaseReply(groups=[_leased(state, g) for g in groups]), [*records, *begun])
+    state.reply(to, LeaseReply(groups=[_describe_lease(state, g) for g in groups]), [*records, *begun])
 
 
-def _leased(state: State, group: Group) -> LeasedGroup:
+def _describe_lease(state: State, group: Group) -> LeasedGroup:
     lease, num_samples = group.lease, num_samples_of(state, group)
     left_s = max(0.0, state.leases.deadline_of(group) - state.now)
     return LeasedGroup(
@@ -233,7 +233,7 @@ def put(state: State, event: Event, done: Put) -> None:
     leased = None if lost else group
     is_foreign = leased is not None and _is_foreign(leased, done.lineage)
     try:
-        made = checked(state, event, None if is_foreign else leased)
+        made = check_samples(state, event, None if is_foreign else leased)
     except BadSamples as bad:
         text = f"put of group {done.group[:64]} by {event.sender}: {bad.text}"
         state.note(text, is_warning=True)
@@ -251,7 +251,7 @@ def put(state: State, event: Event, done: Put) -> None:
         end_lease(state, leased, "failed", f"put refused: {lost}")
         reply = PutReply(result="discarded", reason=lost)
     else:
-        reply = PutReply(result="accepted", reason=_accept(state, leased, made))
+        reply = PutReply(result="accepted", reason=_accept_samples(state, leased, made))
     state.leases.remember(done.lease, reply.result)
     state.reply(event.to, reply)
 
@@ -270,19 +270,19 @@ def _is_foreign(group: Group, lineage: str) -> bool:
     return group.lease.lineage not in ("", lineage)
 
 
-def checked(state: State, event: Event, group: Group | None) -> CheckedGroup:
+def check_samples(state: State, event: Event, group: Group | None) -> CheckedGroup:
     """The samples of a put or a partial; group: they are made for its lease. Raises BadSamples."""
     num_samples, newest = (None, None) if group is None else (num_samples_of(state, group), state.meta.version)
     return check_group(event.bulk, num_samples=num_samples, newest=newest, max_bytes=state.max_message_bytes)
 
 
-def _accept(state: State, group: Group, made: CheckedGroup) -> str:
+def _accept_samples(state: State, group: Group, made: CheckedGroup) -> str:
     """Take samples in; why they are not kept, or nothing."""
     samples = made.samples
     good = [s for s in samples if not s.has_failed]
     state.groups.mark_put(group)
     if group.kind == EVAL:
-        evaluation.score(state, group, made)
+        evaluation.score_group(state, group, made)
         return ""
     state.tally(state.meta.counted, "samples put", len(samples))
     state.tally(state.meta.counted, "samples failed", len(samples) - len(good))
@@ -296,7 +296,7 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     _, newest = version_range(good)
     made_after = state.steps_behind(newest) if newest != NO_VERSION else 0
     state.groups.describe(group, made, max(made_after, group.partial.steps_behind))
-    _measure(state, group.num_tokens)
+    _update_mean_tokens(state, group.num_tokens)
     if state.rules.needs_spread and group.reward_std == 0.0:
         state.count_waste(NO_SPREAD, 1, group.num_tokens)
         _drop_filtered(state, group, NO_SPREAD)
@@ -307,13 +307,13 @@ def _accept(state: State, group: Group, made: CheckedGroup) -> str:
     transitions.apply_transition(state, group, "put")
     state.make_readable(group)
     if staleness.is_stale(state, group, state.next_unassigned):
-        staleness.remove_stale(state, group)
+        staleness.apply_on_stale(state, group)
     else:
         state.save("payloads", group.id, made.frames)
     return ""
 
 
-def _measure(state: State, num_tokens: int) -> None:
+def _update_mean_tokens(state: State, num_tokens: int) -> None:
     """Take the size of a group into the running mean of the last ones."""
     meta = state.meta
     meta.num_measured = min(meta.num_measured + 1, MEAN_OVER)
@@ -356,7 +356,7 @@ def give_back(state: State, event: Event, back: GiveBack) -> None:
 def _take_partial(state: State, event: Event, group: Group, back: GiveBack) -> str:
     """Keep a partial; what is wrong with it, or nothing."""
     try:
-        made = checked(state, event, None if _is_foreign(group, back.lineage) else group)
+        made = check_samples(state, event, None if _is_foreign(group, back.lineage) else group)
     except BadSamples as bad:
         state.note(f"partial of group {group.id} by {group.lease.worker}: {bad.text}", is_warning=True)
         return bad.text

@@ -38,7 +38,7 @@ MAX_KEYS = 65_536
 """Pushes that a repeat is recognised of; beyond that the oldest key is forgotten."""
 
 
-def draw(state: State) -> Group | None:
+def draw_group(state: State) -> Group | None:
     """A group for the next prompt, None when there is none now. What was drawn is kept in the same transaction."""
     return _draw_pushed(state) or _draw_from_source(state)
 
@@ -53,7 +53,7 @@ def _draw_pushed(state: State) -> Group | None:
 
 
 def _draw_from_source(state: State) -> Group | None:
-    prompt = _take(state)
+    prompt = _take_from_source(state)
     if prompt is None:
         return None
     state.meta.cursor += 1
@@ -61,7 +61,7 @@ def _draw_from_source(state: State) -> Group | None:
     return state.enter(Group(id=prompt.id, position=prompt.position), "source>queued drawn")
 
 
-def _take(state: State) -> Prompt | None:
+def _take_from_source(state: State) -> Prompt | None:
     """The next prompt of the source. One that fails is asked again a second later, and the run waits for it meanwhile."""
     if state.now < state.source_rests_until or not _may_have_more(state):
         return None
@@ -72,17 +72,17 @@ def _take(state: State) -> Prompt | None:
             state.note(f"no prompt can be drawn: {bad.text}", is_warning=True)
         state.tally(state.meta.counted, "prompt source failed")
         state.source_problem = bad.text
-        _rest(state)
+        _pause_source(state)
         return None
     state.source_problem = ""
     state.meta.source_ended = prompt is None
     if prompt is None and state.stateful is not None:
-        _rest(state)
+        _pause_source(state)
     return prompt
 
 
 def may_draw(state: State) -> bool:
-    """False when `draw` gives none for sure."""
+    """False when `draw_group` gives none for sure."""
     return num_waiting(state) > 0 or (state.now >= state.source_rests_until and _may_have_more(state))
 
 
@@ -90,7 +90,7 @@ def _may_have_more(state: State) -> bool:
     return state.stateful is not None or not state.meta.source_ended
 
 
-def _rest(state: State) -> None:
+def _pause_source(state: State) -> None:
     state.source_rests_until = state.now + RETRY_S
     state.timers.set(("source", None), state.source_rests_until)
 
@@ -105,7 +105,7 @@ def has_ended(state: State) -> bool:
     if num_waiting(state) or state.rules.waits_for_push:
         return False
     if not state.meta.source_ended and state.stateful is None:
-        return _take(state) is None and state.meta.source_ended  # the same position gives the same prompt again
+        return _take_from_source(state) is None and state.meta.source_ended  # the same position gives the same prompt again
     return state.meta.source_ended
 
 
@@ -123,14 +123,14 @@ def why_none(state: State) -> str:
 # --- prompts that came once ---
 
 
-def comes_once(group_id: str) -> bool:
+def is_only_in_store(group_id: str) -> bool:
     """True for a prompt with a record in the store alone."""
     return group_id.partition("/")[0] in FIRST_POSITION
 
 
-def find(state: State, group_id: str) -> Prompt | None:
+def find_prompt(state: State, group_id: str) -> Prompt | None:
     """The prompt of a group as the source gives it again; None, with the reason in the log, where it does not."""
-    if comes_once(group_id):
+    if is_only_in_store(group_id):
         return None
     try:
         return state.source.find(group_id)
@@ -139,18 +139,18 @@ def find(state: State, group_id: str) -> Prompt | None:
         return None
 
 
-def free(state: State, group_id: str) -> None:
+def free_prompt(state: State, group_id: str) -> None:
     """The samples of this group are freed, its record with them."""
-    state.meta.num_freed_once += comes_once(group_id)
+    state.meta.num_freed_once += is_only_in_store(group_id)
     state.delete("prompts", group_id)
 
 
 def begin_anew(state: State) -> None:
     """A trainer begins the run again behind what is freed: every prompt that the source gives again is new."""
     if state.stateful is None:
-        for group in [g for g in state.groups.by_id.values() if g.kind == TRAIN and not comes_once(g.id)]:
+        for group in [g for g in state.groups.by_id.values() if g.kind == TRAIN and not is_only_in_store(g.id)]:
             state.retire(group, "the run begins anew")
-        for group in [g for groups in state.ended.values() for g in groups.values() if not comes_once(g.id)]:
+        for group in [g for groups in state.ended.values() for g in groups.values() if not is_only_in_store(g.id)]:
             state.forget_ended(group)
         state.meta.cursor, state.meta.source_ended = 0, False
     if state.meta.num_freed_once:

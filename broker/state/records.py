@@ -28,7 +28,7 @@ class PushRecord(Keyed):
     count: int
 
 
-class Change(Keyed):
+class SettingsChange(Keyed):
     """Settings changed by one request: name -> (old, new), from the first step that is chosen under the new ones."""
 
     by: str
@@ -41,7 +41,7 @@ class Meta(msgspec.Struct, kw_only=True):
 
     base_step, base_version: of the last resume. From pace_step on, step s trains version pace_version + s // K - pace_step // K.
     step_seconds: times of the last steps, as the watchdog counts them. mean_tokens: of the last groups put, num_measured of them.
-    finished_num_steps: of the rules when the trainer finished; a run that is started again with more is not finished.
+    finished_num_steps: of the rules when the trainer finished; a run that is restarted with more is not finished.
     trainer: name and instance that resumed last, the only one that trains; lineages: the last ones begun;
     fork_steps: the step at which each of them left what the broker held of the one before.
     num_freed_once: freed groups with prompts that only the store had. last_reject: (epoch, request) of the trainer.
@@ -94,7 +94,7 @@ class Meta(msgspec.Struct, kw_only=True):
         return {"lineage": self.lineage, "version": self.version, "publishers": self.publishers, "digest": self.digest}
 
 
-class Client(msgspec.Struct, kw_only=True):
+class ClientRecord(msgspec.Struct, kw_only=True):
     """Who takes part. `key`: the name of the key it joined with. From `heard_at` on it is learned again after a restart.
 
     previous_instances: older processes of this name; successors: newer ones that have said nothing but hello. host, pid: where it says
@@ -110,7 +110,7 @@ class Client(msgspec.Struct, kw_only=True):
     previous_instances: list[str] = []
     is_fenced: bool = False
     key: str = ""
-    successors: list["Client"] = []
+    successors: list["ClientRecord"] = []
     host: str = ""
     pid: int = 0
     release: str = ""
@@ -167,7 +167,7 @@ class Evaluation(Keyed):
     reason: str = ""
 
 
-class Consumer(msgspec.Struct, kw_only=True):
+class ConsumerRecord(msgspec.Struct, kw_only=True):
     """What is kept of a consumer: it has acknowledged every position up to `position`. fields: how many it has put, by name."""
 
     name: str
@@ -210,12 +210,12 @@ ROWS = {
     "meta": Rows(Meta, "", "the run cannot go on"),
     "groups": Rows(Group, "id", "its prompt is sampled again, unless its samples were fetched already"),
     "ended": Rows(Group, "id", "the group is not listed any more"),
-    "clients": Rows(Client, "name", "the process joins again by itself"),
+    "clients": Rows(ClientRecord, "name", "the process joins again by itself"),
     "steps": Rows(StepRecord, "step", "it is made again from its groups"),
     "evaluations": Rows(Evaluation, "key", "its result is lost; ask for the evaluation again"),
-    "consumers": Rows(Consumer, "name", "the consumer reads from the beginning"),
+    "consumers": Rows(ConsumerRecord, "name", "the consumer reads from the beginning"),
     "pushes": Rows(PushRecord, "key", "a repeat of the push would add its prompts again"),
-    "changes": Rows(Change, "key", "a repeat of the change would be put in force again"),
+    "changes": Rows(SettingsChange, "key", "a repeat of the change would be put in force again"),
 }
 """By table, msgpack; the other tables hold opaque bytes."""
 

@@ -29,7 +29,7 @@ class Checked(msgspec.Struct, kw_only=True, frozen=True):
                 raise ConfigError(f"{field.name} is {value!r}; expected {describe(field.type)}") from None
 
 
-class EvalDataset(Checked, frozen=True):
+class HeldOutSet(Checked, frozen=True):
     """A held-out set: how many prompts it has, samples drawn per prompt and the sampling parameters."""
 
     num_prompts: Positive
@@ -88,7 +88,7 @@ class Rules(Checked, frozen=True):
     required_fields: list[str] = []
     sampling: Sampling = {}
     agreed: dict[str, str] = {}
-    eval_datasets: dict[str, EvalDataset] = {}
+    eval_datasets: dict[str, HeldOutSet] = {}
     eval_interval: Count = 0
     eval_first: bool = True
     max_freed_bytes: Positive = 64 << 20

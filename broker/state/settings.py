@@ -16,7 +16,7 @@ import msgspec
 from broker.state import staleness
 from broker.state.broker_state import State
 from broker.state.effects import Event
-from broker.state.records import Change
+from broker.state.records import SettingsChange
 from broker.state.rules import Rules
 from slimebus.bus.envelope import check_name
 from slimebus.bus.errors import ConfigError
@@ -49,34 +49,34 @@ SETTINGS = {config.rpartition(".")[2]: rule for config, rule in RULES.items()}
 TYPES = {field.name: field.type for field in msgspec.structs.fields(Rules)}
 
 
-def values(rules: Rules) -> dict[str, Scalar]:
+def current_values(rules: Rules) -> dict[str, Scalar]:
     """Every setting by name, as it is in force."""
     return {name: getattr(rules, rule) for name, rule in SETTINGS.items()}
 
 
-def described(rules: Rules) -> dict[str, Scalar]:
+def values_for_json(rules: Rules) -> dict[str, Scalar]:
     """The same for JSON, which has no infinity."""
-    return {name: UNBOUNDED if value == math.inf else value for name, value in values(rules).items()}
+    return {name: UNBOUNDED if value == math.inf else value for name, value in current_values(rules).items()}
 
 
 # --- changing ---
 
 
-def change(state: State, event: Event, ask: Set) -> None:
+def change(state: State, event: Event, request: Set) -> None:
     """Put new settings in force, all or none, and answer with old and new. The same key again gets the first answer."""
-    check_name("set: key", ask.key)
-    made = state.changes.get(ask.key) or make(state, event.who, ask)
-    state.reply(event.to, SetReply(step=made.step, changed=made.changed, settings=values(state.rules)))
+    check_name("set: key", request.key)
+    made = state.changes.get(request.key) or apply_change(state, event.who, request)
+    state.reply(event.to, SetReply(step=made.step, changed=made.changed, settings=current_values(state.rules)))
 
 
-def make(state: State, by: str, ask: Set) -> Change:
+def apply_change(state: State, by: str, request: Set) -> SettingsChange:
     """The change that is asked for, made. by: who asks, as the log and the status name it. Raises ConfigError."""
-    wanted = {setting_of(name): typed(name, value) for name, value in ask.settings.items()}
-    if len(wanted) < len(ask.settings):
+    wanted = {setting_of(name): convert_value(name, value) for name, value in request.settings.items()}
+    if len(wanted) < len(request.settings):
         raise ConfigError("set: a setting is given twice, with and without its section")
-    old = values(state.rules)
+    old = current_values(state.rules)
     changed = {name: (old[name], value) for name, value in wanted.items() if value != old[name]}
-    made = Change(key=ask.key, serial=state.meta.num_changes + 1, by=by, step=state.next_unassigned, changed=changed)
+    made = SettingsChange(key=request.key, serial=state.meta.num_changes + 1, by=by, step=state.next_unassigned, changed=changed)
     if not wanted:
         return made
     rules = with_values(state.rules, wanted)  # raises before anything is changed
@@ -87,20 +87,20 @@ def make(state: State, by: str, ask: Set) -> Change:
     configured = {name: state.meta.overrides[name][0] if name in state.meta.overrides else old[name] for name in changed}
     put_in_force(state, rules)
     state.meta.overrides |= {name: [configured[name], new] for name, (_, new) in changed.items()}
-    staleness.remove_stale_ready(state, made.step)
+    staleness.remove_stale_ready_groups(state, made.step)
     staleness.end_stale_leases(state, made.step, "too old under a new bound")
-    state.note(f"{by} changed {in_words(made)}")
-    state.record({"settings": described(state.rules), "from_step": made.step})
+    state.note(f"{by} changed {describe_change(made)}")
+    state.record({"settings": values_for_json(state.rules), "from_step": made.step})
     return made
 
 
-def in_words(change: Change) -> str:
+def describe_change(change: SettingsChange) -> str:
     """`max_staleness from 1 to 4, from step 17 on`."""
-    pairs = ", ".join(f"{name} from {_word(old)} to {_word(new)}" for name, (old, new) in change.changed.items())
+    pairs = ", ".join(f"{name} from {_value_text(old)} to {_value_text(new)}" for name, (old, new) in change.changed.items())
     return f"{pairs}, from step {change.step} on"
 
 
-def _word(value: Scalar) -> str:
+def _value_text(value: Scalar) -> str:
     return UNBOUNDED if value == math.inf else f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -114,7 +114,7 @@ def setting_of(name: str) -> str:
     return last
 
 
-def typed(name: str, value: Scalar) -> Scalar:
+def convert_value(name: str, value: Scalar) -> Scalar:
     """The value in the setting's own type. Raises ConfigError."""
     kind = TYPES[SETTINGS[setting_of(name)]]
     whole = int(value) if isinstance(value, float) and value.is_integer() else value
@@ -139,7 +139,7 @@ def put_in_force(state: State, rules: Rules) -> None:
     if rules.publish_interval != state.rules.publish_interval:
         state.set_pace(step, state.version_of(step))
     state.rules = rules
-    state.meta.settings = values(rules)
+    state.meta.settings = current_values(rules)
 
 
 def rewind(state: State, step: int) -> None:
@@ -155,15 +155,15 @@ def rewind(state: State, step: int) -> None:
 
 def restore(state: State) -> None:
     """Take up what was set before: it holds unless the config says something else than when it was set."""
-    meta, configured = state.meta, values(state.rules)
+    meta, configured = state.meta, current_values(state.rules)
     rules = state.rules
     kept: dict[str, list[Scalar]] = {}
     for name, (said, chosen) in meta.overrides.items():
         if name in SETTINGS and configured[name] == said:
             kept[name] = [said, chosen]
         elif name in SETTINGS:
-            now, then = _word(configured[name]), _word(said)
-            state.note(f"{name} is {now}, as the config says now (it said {then} when {_word(chosen)} was set)")
+            now, then = _value_text(configured[name]), _value_text(said)
+            state.note(f"{name} is {now}, as the config says now (it said {then} when {_value_text(chosen)} was set)")
     try:
         rules = with_values(rules, {name: chosen for name, (_, chosen) in kept.items()})
     except ConfigError as bad:
@@ -174,7 +174,7 @@ def restore(state: State) -> None:
     meta.overrides = kept
     put_in_force(state, rules)
     for name, (_, chosen) in kept.items():
-        state.note(f"{name} is {_word(chosen)}, as set while the run went on")
+        state.note(f"{name} is {_value_text(chosen)}, as set while the run went on")
     if rules.is_unbounded:
         state.note("max_staleness is unbounded: samples of any age are trained")
 
@@ -183,11 +183,11 @@ def restore(state: State) -> None:
 
 WINDOW = 8
 """Steps under one bound before it is judged: batches that were chosen before a change, or gave no gradient, do not count."""
-WAITING = 0.1
+MIN_WAITING_SHARE = 0.1
 """A trainer that waits for more of its time than this could use a higher bound."""
 ESS = "lag/all/ess_token"
 """The trainer's metric: effective sample size by number of tokens, of their ratios, not clipped. That of whole samples falls with their
-length: an engine whose logprobs are off by 0.02 has 0.19 of samples of 4,096 tokens at lag 0, and 0.9996 of tokens."""
+length: an engine with logprobs that are off by 0.02 has 0.19 of samples of 4,096 tokens at lag 0, and 0.9996 of tokens."""
 NAME = "autopilot"
 
 
@@ -202,10 +202,10 @@ def adjust_bound(state: State) -> None:
     waiting, bound = times["wait_s"] / (sum(times.values()) or 1.0), rules.max_staleness
     if fmean(sizes) < rules.target_ess and bound > rules.staleness_range[0]:
         _set_bound(state, bound - 1, f"ESS {fmean(sizes):.3f} is below {rules.target_ess:g}")
-    elif fmean(sizes) >= rules.target_ess and waiting > WAITING and bound < rules.staleness_range[1]:
+    elif fmean(sizes) >= rules.target_ess and waiting > MIN_WAITING_SHARE and bound < rules.staleness_range[1]:
         _set_bound(state, bound + 1, f"the trainer waited {waiting:.0%}, ESS {fmean(sizes):.3f}")
 
 
 def _set_bound(state: State, bound: float, why: str) -> None:
     key = f"{NAME}/{state.meta.next_step}"
-    make(state, f"{NAME} ({why})", Set(key=key, settings={"max_staleness": bound}))
+    apply_change(state, f"{NAME} ({why})", Set(key=key, settings={"max_staleness": bound}))

@@ -14,7 +14,7 @@ def is_stale(state: State, group: Group, step: int) -> bool:
     return group.oldest_version != NO_VERSION and state.version_of(step) - group.oldest_version > state.rules.max_staleness
 
 
-def remove_stale_ready(state: State, step: int) -> None:
+def remove_stale_ready_groups(state: State, step: int) -> None:
     """Take every ready group that is too old for `step`, and so for all later steps, out of the buffer."""
     seen = (state.meta.lineage, state.version_of(step), state.rules.max_staleness)
     if state.stale_removed_at == seen:
@@ -22,10 +22,10 @@ def remove_stale_ready(state: State, step: int) -> None:
     state.stale_removed_at = seen
     for group in state.groups.every_ready():
         if is_stale(state, group, step):
-            remove_stale(state, group)
+            apply_on_stale(state, group)
 
 
-def remove_stale(state: State, group: Group, reason: str = "stale") -> None:
+def apply_on_stale(state: State, group: Group, reason: str = "stale") -> None:
     """What `on_stale` says."""
     transitions.apply_transition(state, group, "dropped" if state.rules.on_stale == "drop" else "stale", reason)
 
@@ -36,20 +36,20 @@ def end_stale_leases(state: State, step: int, reason: str) -> None:
     Where a later lease can train what it adds to them (masks_offpolicy), they are recalled with what there is.
     """
     for group in state.groups.leased_for_training():
-        if last_step(state, begun_by(state, group)) < step and not group.lease.is_recalled:
+        if last_fresh_step(state, first_version_of(state, group)) < step and not group.lease.is_recalled:
             if state.rules.masks_offpolicy:
-                recall(state, group)
+                recall_lease(state, group)
             else:
-                remove_stale(state, group, reason)
+                apply_on_stale(state, group, reason)
 
 
-def begun_by(state: State, group: Group) -> int:
+def first_version_of(state: State, group: Group) -> int:
     """The version that made the first trained tokens of a group in flight: of its lease, or of the partial it continues."""
     partial, version = group.partial.oldest_version, group.lease.version
     return version if partial == NO_VERSION or state.rules.masks_offpolicy else min(version, partial)
 
 
-def recall(state: State, group: Group) -> None:
+def recall_lease(state: State, group: Group) -> None:
     """Have the worker give a leased group back with what there is of it, within the lease time."""
     state.leases.recall(group, state.now + state.rules.lease_s)
     state.changed("groups", group.id)
@@ -57,12 +57,12 @@ def recall(state: State, group: Group) -> None:
     state.notify()
 
 
-def end_recalled(state: State, lease: int) -> None:
+def end_recalled_lease(state: State, lease: int) -> None:
     """A recalled lease was not given back in time."""
-    remove_stale(state, state.groups.by_lease[lease], "recalled in vain")
+    apply_on_stale(state, state.groups.by_lease[lease], "recalled and not given back")
 
 
-def last_step(state: State, version: int) -> float:
+def last_fresh_step(state: State, version: int) -> float:
     """The last step in which a group made by `version` is fresh enough: its deadline."""
     if version == NO_VERSION:
         return float("inf")

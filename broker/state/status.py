@@ -4,9 +4,9 @@ from typing import Any
 
 from broker.state import consumers, diagnosis, evaluation, prompts, settings, watchdog
 from broker.state.broker_state import FILTERED, State
-from broker.state.clients import blocked, is_present, is_silent, is_starting
+from broker.state.clients import describe_blocked, is_present, is_silent, is_starting
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY
-from broker.state.records import Client, quantile
+from broker.state.records import ClientRecord, quantile
 from slimebus.bus import protocol
 
 MAX_CHANGES = 32
@@ -26,8 +26,8 @@ def status(state: State) -> dict[str, Any]:
         "oldest_checkpoint": meta.oldest_kept_step,
         "num_steps": state.rules.num_steps,
         "state": _state(state),
-        "settings": settings.described(state.rules),
-        "changes": [{"step": c.step, "by": c.by, "text": settings.in_words(c)} for c in changes if c.changed],
+        "settings": settings.values_for_json(state.rules),
+        "changes": [{"step": c.step, "by": c.by, "text": settings.describe_change(c)} for c in changes if c.changed],
         "groups": _groups(state),
         "moves": meta.moves,
         "lag": lag(meta.lags),
@@ -44,9 +44,9 @@ def status(state: State) -> dict[str, Any]:
         "parked": _parked(state),
         "evaluations": [{"key": e.key, "done": e.is_done, **row} for e in evaluations for row in evaluation.results(e)],
         "steps": list(state.recent),
-        "consumers": consumers.rows(state),
-        "waiting": diagnosis.waiting(state),
-        "stalled": watchdog.report(state),
+        "consumers": consumers.status_rows(state),
+        "waiting": diagnosis.waiting_lines(state),
+        "stalled": watchdog.stalled_report(state),
         "bounds": _bounds(state),
         "pace": _pace(state),
         "stall_limit_s": round(watchdog.limit_s(state), 3),
@@ -101,21 +101,21 @@ def _pace(state: State) -> dict[str, float]:
     }
 
 
-def _rank(state: State, client: Client) -> int:
+def _rank(state: State, client: ClientRecord) -> int:
     """Trainers and consumers, then workers that are blocked or silent, then those at work, then those that were replaced."""
     if client.is_fenced:
         return 3
     return 0 if client.role != "rollout" else 1 if client.blocked_s or is_silent(state, client) else 2
 
 
-def _client(state: State, client: Client) -> dict[str, Any]:
+def _client(state: State, client: ClientRecord) -> dict[str, Any]:
     is_gone = client.is_gone and not is_starting(client)
     return {
         "name": client.name,
         "role": client.role,
         "release": client.release,
         "epoch": client.epoch,
-        "state": "fenced" if client.is_fenced else "gone" if is_gone else blocked(state, client) or client.state or "joined",
+        "state": "fenced" if client.is_fenced else "gone" if is_gone else describe_blocked(state, client) or client.state or "joined",
         "silent_s": round(state.now - client.heard_at, 3),
         "lineage": client.lineage,
         "version": client.serving,

@@ -27,67 +27,67 @@ DISK = "file://"
 # --- resume ---
 
 
-def resume(state: State, event: Event, ask: Resume) -> None:
+def resume(state: State, event: Event, request: Resume) -> None:
     """Begin `lineage` at `step` with `version`. The same request repeated changes nothing."""
     meta = state.meta
     trainer = state.clients[event.sender]
-    if ask.lineage == meta.lineage and (trainer.name, trainer.instance) == meta.trainer:
-        if (ask.step, ask.version) != (meta.base_step, meta.base_version):
+    if request.lineage == meta.lineage and (trainer.name, trainer.instance) == meta.trainer:
+        if (request.step, request.version) != (meta.base_step, meta.base_version):
             raise SlimebusError("resume to another step needs a new lineage", code="lineage")
         state.reply(event.to, Ok())
         return
-    if ask.lineage in meta.lineages:
-        raise SlimebusError(f"resume: lineage {ask.lineage[:8]!r} was begun before; each trainer begins one of its own", code="lineage")
+    if request.lineage in meta.lineages:
+        raise SlimebusError(f"resume: lineage {request.lineage[:8]!r} was begun before; each trainer begins one of its own", code="lineage")
     num_steps = state.rules.num_steps
-    if num_steps is not None and ask.step > max(num_steps, meta.next_step):
+    if num_steps is not None and request.step > max(num_steps, meta.next_step):
         remedy = "resume at one of its checkpoints, or give the broker the same trainer.num_rollout"
-        raise SlimebusError(f"resume at step {ask.step} of a run of {num_steps} steps; {remedy}", code="step")
-    if 0 < ask.step < meta.oldest_kept_step:
+        raise SlimebusError(f"resume at step {request.step} of a run of {num_steps} steps; {remedy}", code="step")
+    if 0 < request.step < meta.oldest_kept_step:
         why = f"the oldest checkpoint known here is of step {meta.oldest_kept_step}, the samples of the steps before it are freed"
         remedy = f"resume at step {meta.oldest_kept_step} or later, or at 0 to train every prompt anew"
-        raise SlimebusError(f"resume at step {ask.step}: {why}; {remedy}", code="step")
+        raise SlimebusError(f"resume at step {request.step}: {why}; {remedy}", code="step")
     fence_older_trainers(state, trainer)
-    shared = _num_shared(state.meta, ask)
-    _begin(state, ask, shared)
+    shared = _num_shared(state.meta, request)
+    _begin_timeline(state, request, shared)
     meta.trainer = (trainer.name, trainer.instance)
-    meta.lineages, meta.fork_steps = [*meta.lineages, ask.lineage][-MAX_LINEAGES:], [*meta.fork_steps, shared][-MAX_LINEAGES:]
+    meta.lineages, meta.fork_steps = [*meta.lineages, request.lineage][-MAX_LINEAGES:], [*meta.fork_steps, shared][-MAX_LINEAGES:]
     state.reply(event.to, Ok())
 
 
-def _num_shared(meta: Meta, ask: Resume) -> int:
+def _num_shared(meta: Meta, request: Resume) -> int:
     """How many steps the trainer's checkpoint and the broker have in common: others may have gone back behind it and trained on since."""
-    if ask.parent not in meta.lineages:
-        return ask.step
-    num_since = len(meta.lineages) - 1 - meta.lineages.index(ask.parent)
-    return min([ask.step, *meta.fork_steps[max(0, len(meta.fork_steps) - num_since) :]])
+    if request.parent not in meta.lineages:
+        return request.step
+    num_since = len(meta.lineages) - 1 - meta.lineages.index(request.parent)
+    return min([request.step, *meta.fork_steps[max(0, len(meta.fork_steps) - num_since) :]])
 
 
-def _begin(state: State, ask: Resume, shared: int) -> None:
+def _begin_timeline(state: State, request: Resume, shared: int) -> None:
     meta = state.meta
     was_at, had_lineage = meta.next_step, bool(meta.lineage)
     for step in list(state.waiting_batches):
         state.answer(state.waiting_batches, step, BatchReply(step=step, reason="the trainer resumed from another step"))
     batches.free(state, math.inf)
-    _accept_trained(state, ask.step, shared)
+    _accept_trained(state, request.step, shared)
     if shared < meta.oldest_kept_step:
         state.note(
             f"the samples of the {meta.oldest_kept_step} steps that a checkpoint held are freed; every prompt is trained anew",
             is_warning=True,
         )
         prompts.begin_anew(state)
-    _rewind(state, shared, ask.version)
+    _rewind(state, shared, request.version)
     _revoke_leases(state)
-    leases.rewind_partials(state, shared, ask.version)
-    evaluation.cancel_running(state, f"the trainer {'resumed from an earlier step' if shared < was_at else 'started again'}")
-    meta.lineage, meta.version, meta.publishers, meta.digest = ask.lineage, NO_VERSION, [], ""
-    meta.base_step, meta.base_version = ask.step, ask.version
-    state.set_pace(ask.step, ask.version)
-    batches.begin_at(state, ask.step)
+    leases.rewind_partials(state, shared, request.version)
+    evaluation.cancel_running(state, f"the trainer {'resumed from an earlier step' if shared < was_at else 'restarted'}")
+    meta.lineage, meta.version, meta.publishers, meta.digest = request.lineage, NO_VERSION, [], ""
+    meta.base_step, meta.base_version = request.step, request.version
+    state.set_pace(request.step, request.version)
+    batches.begin_at(state, request.step)
     ending.reopen(state)
     leases.forget_filtered(state)
-    verb = f"resumes (broker was at step {was_at})" if had_lineage or ask.step else "begins"
-    state.note(f"trainer {verb} at step {ask.step}, version {ask.version}, lineage {ask.lineage[:8]}")
-    if was_at and not ask.step:
+    verb = f"resumes (broker was at step {was_at})" if had_lineage or request.step else "begins"
+    state.note(f"trainer {verb} at step {request.step}, version {request.version}, lineage {request.lineage[:8]}")
+    if was_at and not request.step:
         text = f"the trainer found no checkpoint: it trains from step 0, and {was_at} steps of this run are lost"
         state.note(f"{text}; if it has one, start the trainer with the run directory that holds it (--run-dir)", is_warning=True)
 
@@ -97,7 +97,7 @@ def _accept_trained(state: State, step: int, shared: int) -> None:
     num_known = batches.accept_trained(state, shared, "trained, says the resumed trainer")
     num_unknown = step - min(state.meta.next_step, shared) - num_known
     num_groups = num_unknown * state.rules.batch_size
-    if num_unknown > 0 and state.meta.cursor == 0:
+    if num_unknown > 0 and not state.meta.lineages and state.meta.cursor == 0:
         prompts.skip(state, num_groups)
         text = f"this broker has no record of the {num_unknown} steps trained so far; skipping the first {num_groups} prompts of the source"
         state.note(text, is_warning=True)

@@ -31,7 +31,7 @@ class Timers:
         """Forget `key`; unknown keys are fine."""
         self._deadline.pop(key, None)
         if len(self._heap) > 2 * len(self._deadline) + SLACK:
-            self._compact()
+            self._remove_cancelled()
 
     def deadline(self, *keys: Key) -> float:
         """The deadline of the first of these that has one; infinity where none has."""
@@ -66,7 +66,7 @@ class Timers:
     def __len__(self) -> int:
         return len(self._deadline)
 
-    def _compact(self) -> None:
+    def _remove_cancelled(self) -> None:
         """Throw out what was cancelled or moved, so that memory follows the deadlines that are set and not those that ever were."""
         live = [entry for entry in self._heap if entry[2] in self._deadline and self._queued.get(entry[2]) == entry[0]]
         self._queued = {key: queued for queued, _, key in live}

@@ -66,7 +66,7 @@ def apply_transition(state: State, group: Group, cause: str, reason: str = "") -
         state.leases.remember(group.lease.id, "surplus")
     state.move(group, transition.phase, reason)
     if transition.phase in (DROPPED, DEAD):
-        _end(state, group, reason)
+        _end_group(state, group, reason)
     elif cause == "rewound" and group.drop_reason:  # somebody dropped it while the trainer had it
         apply_transition(state, group, "dropped", group.drop_reason)
 
@@ -84,7 +84,7 @@ def counted_transition(state: State, group: Group, cause: str) -> Transition:
     return TO_DEAD if count >= limit else transition
 
 
-def _end(state: State, group: Group, reason: str) -> None:
+def _end_group(state: State, group: Group, reason: str) -> None:
     state.end(group, reason)
     if group.phase == DROPPED:
         state.delete("prompts", group.id)

@@ -38,14 +38,14 @@ class WaitingRequests(dict[K, Waiting[M]], Generic[K, M]):
 
     def park(self, key: K, event: Event, message: M, now: float, kind: Kind = ANY_KIND) -> None:
         """Have a request wait. The same request again keeps its deadline; another one of this key takes its place."""
-        earlier = self.take(key)
+        earlier = self.take_out(key)
         deadline = earlier.deadline if earlier is not None and earlier.to == event.to else now + message.wait_s
         self[key] = Waiting(to=event.to, client=event.sender, message=message, deadline=deadline, kind=kind)
         self._by_client.setdefault(event.sender, {})[key] = None
         self.by_kind.setdefault(kind, {})[key] = None
         self._timers.set((self.name, key), deadline)
 
-    def take(self, key: K) -> Waiting[M] | None:
+    def take_out(self, key: K) -> Waiting[M] | None:
         """Take a request out, to be answered; None when it does not wait any more."""
         waiting = self.pop(key, None)
         if waiting is not None:
@@ -54,7 +54,7 @@ class WaitingRequests(dict[K, Waiting[M]], Generic[K, M]):
             _discard(self._by_client, waiting.client, key)
         return waiting
 
-    def serves(self, client: str, lineage: str, version: int) -> None:
+    def change_version(self, client: str, lineage: str, version: int) -> None:
         """A worker serves another version: its requests are of another kind."""
         for key in self._by_client.get(client, ()):
             waiting = self[key]

@@ -28,7 +28,7 @@ from broker.state.effects import RowTable, Write
 from broker.store.interface import TABLES, Damaged, Records, StoreError, StoreRefusal, damaged_store, ended_by
 from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
 from slimebus.bus.errors import UsageError
-from slimebus.telemetry.formatting import size as readable_size
+from slimebus.telemetry.formatting import format_size as readable_size
 
 log = logging.getLogger("slimebus.broker")
 
@@ -307,23 +307,24 @@ def read_folder(folder: Path, *, is_checked: bool = True) -> Iterator[Records]:
 
     is_checked: a child process looks at its pages first, so that damage does not end this process.
     """
-    with _reader(folder, is_checked=is_checked) as env, begin(env) as txn:
+    with _reader(folder, is_checked=is_checked) as env, begin_read(env) as txn:
         yield LmdbRecords(str(folder), txn, {name: handle for name in TABLES if (handle := _table(env, txn, name)) is not None})
 
 
 def copy_folder(folder: Path, out: Path) -> int:
     """Copy a store as it is at one moment, also beside a working broker, to a new folder; its bytes. Raises as `read_folder`."""
-    with _reader(folder) as env:
+    with _reader(folder) as env, contextlib.ExitStack() as stack:
         try:
             out.mkdir(parents=True)
+            stack.callback(shutil.rmtree, out, ignore_errors=True)
             env.copy(str(out), compact=True)
             file, map_bytes = out / "data.mdb", env.info()["map_size"]
             size_bytes = file.stat().st_size
             with file.open("r+b") as copied:
                 copied.truncate(map_bytes)
                 os.fsync(copied.fileno())
+            stack.pop_all()
         except (lmdb.Error, OSError) as bad:
-            shutil.rmtree(out, ignore_errors=True)
             raise UsageError(f"the store at {folder} cannot be copied to {out}: {bad}") from None
     return size_bytes
 
@@ -341,7 +342,7 @@ def _reader(folder: Path, *, is_checked: bool = True) -> Iterator[Any]:
     except lmdb.Error as bad:
         raise cannot_open(folder, bad) from None
     try:
-        with begin(env) as txn:
+        with begin_read(env) as txn:
             check_format(folder, txn.get(FORMAT_KEY))
         yield env
     except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
@@ -350,7 +351,7 @@ def _reader(folder: Path, *, is_checked: bool = True) -> Iterator[Any]:
         env.close()
 
 
-def begin(env: Any) -> Any:
+def begin_read(env: Any) -> Any:
     """A read transaction, of a map that a working broker may have grown meanwhile."""
     try:
         return env.begin(buffers=True)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.sweep.plots import GREY, INK, RULE, STYLE
-from slimebus.telemetry.formatting import duration
-from slimebus.view.report import Report, Rows
+from slimebus.telemetry.formatting import format_duration
+from slimebus.view.report import Rows, RunReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ REWARD_WINDOW = 9
 """Steps that the drawn reward is averaged over; each step's own is drawn faintly behind it."""
 
 
-def draw_curve(report: Report, path: Path, *, dataset: str, max_staleness: float, rl_s: float, machine: str = "") -> None:
+def draw_curve(report: RunReport, path: Path, *, dataset: str, max_staleness: float, rl_s: float, machine: str = "") -> None:
     """Write the picture of a run to `path` (PNG, 1650 x 990 pixels), making its folder. Needs matplotlib.
 
     dataset: its mean reward is the accuracy. rl_s: how long it all took, and machine: where it ran, for the title.
@@ -51,7 +51,7 @@ def draw_curve(report: Report, path: Path, *, dataset: str, max_staleness: float
 def title(evals: Rows, rl_s: float, machine: str = "") -> str:
     """The result in one line: `0.43 → 0.95 held-out accuracy in 80 s of RL on 2 CPU cores`."""
     first, last = evals[0]["mean_reward"], evals[-1]["mean_reward"]
-    return f"{first:.2f} → {last:.2f} held-out accuracy in {duration(rl_s)} of RL{f' on {machine}' if machine else ''}"
+    return f"{first:.2f} → {last:.2f} held-out accuracy in {format_duration(rl_s)} of RL{f' on {machine}' if machine else ''}"
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:

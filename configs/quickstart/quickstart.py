@@ -21,8 +21,8 @@ from rich.console import Console
 
 from slimebus.bus.errors import DataError, SlimebusError, UsageError
 from slimebus.config import resolve
+from slimebus.process.supervisor import Supervisor, describe_exit
 from slimebus.view import report
-from slimebus.view.local_run import LocalRun, describe
 from slimebus.view.report import result_table
 
 HERE = Path(__file__).parent
@@ -133,7 +133,7 @@ def warm_up(run_dir: Path, seed: int, steps: int | None) -> Path:
             file = write_run("sft.yaml", folder, run_dir, {"seed": seed + extra, "model.hf_checkpoint": model, **changes})
             run_stage("warm-up", file)
         model = folder / "hf"
-        rows = report.read(folder).evaluations("layout")
+        rows = report.read_report(folder).evaluations("layout")
         layout = rows[-1]["mean_reward"] if rows else 0.0
         console.print(f"[dim]warm-up[/] problems without a carry: {layout:.3f} right")
         if layout >= LAYOUT_GOAL:
@@ -186,10 +186,10 @@ def write_run(recipe: str, folder: Path, run_dir: Path, changes: dict[str, Any])
 
 def run_stage(title: str, file: Path) -> None:
     """Run broker, trainer and worker of a run.yaml to their end, showing how it goes. Raises SlimebusError if one fails."""
-    stage = LocalRun(resolve(file), [str(file)], title=title, quiet=True)
+    stage = Supervisor(resolve(file), [str(file)], title=title, quiet=True)
     code = stage.run()
     if stage.failed is not None:
-        raise SlimebusError(f"{describe(stage.failed)}\n{tail_of(stage.failed.log_file)}")
+        raise SlimebusError(f"{describe_exit(stage.failed)}\n{tail_of(stage.failed.log_file)}")
     if code:
         raise KeyboardInterrupt
 
@@ -203,10 +203,10 @@ def finish(run_dir: Path, seed: int) -> None:
     """result.json, curve.png, the table, three solved problems and what to try next."""
     from chart import draw_curve  # beside this file, where a script finds it
 
-    found = report.read(run_dir / "rl")
+    found = report.read_report(run_dir / "rl")
     config = resolve(run_dir / "rl" / "run.yaml").config
     times = {"rl_s": seconds_in(run_dir / "rl" / "seconds"), "total_s": seconds_in(run_dir / "seconds")}
-    result = report.result(found, "heldout", config) | times | {"seed": seed}
+    result = report.make_result(found, "heldout", config) | times | {"seed": seed}
     if "accuracy_after" not in result:
         raise DataError(f"{run_dir / 'rl'}: fewer than two evaluations on record; expected one before training and one after")
     (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")

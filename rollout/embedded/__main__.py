@@ -27,17 +27,17 @@ def engine(debug: bool, **options: Any) -> None:
     """Serve a Hugging Face model on CPU with SGLang's native HTTP API (docs/engine-contract.md)."""
     # Before torch is imported: MKL reads it once.
     os.environ["OMP_NUM_THREADS"] = str(options["threads"])
-    from rollout.embedded.model_config import ModelConfig
+    from rollout.embedded.model_config import EmbeddedModelConfig
     from rollout.embedded.settings import Settings
 
     settings = Settings(**options)
     try:
         # What is wrong is reported at once, not after the import of torch.
-        ModelConfig.read(settings.model_path)
+        EmbeddedModelConfig.read(settings.model_path)
         sock = _bind(settings.host, settings.port)
-        from rollout.embedded.server import run
+        from rollout.embedded.server import run_server
 
-        run(settings, sock)
+        run_server(settings, sock)
     except SlimebusError as error:
         if debug:
             raise

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from rollout.embedded.batch import RunningBatch
 from rollout.embedded.kv_cache import KVCache
-from rollout.embedded.model import Model
+from rollout.embedded.model import EmbeddedModel
 from rollout.embedded.model_weights import ModelWeights
 from rollout.embedded.sampling import adjust_logits, sample
 from rollout.embedded.scheduler import Scheduler
@@ -28,7 +28,7 @@ class EngineCore:
     """
 
     def __init__(
-        self, model: Model, cache: KVCache, scheduler: Scheduler, *, version: str = "default", seed: int | None = None,
+        self, model: EmbeddedModel, cache: KVCache, scheduler: Scheduler, *, version: str = "default", seed: int | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:  # fmt: skip
         self.model, self.cache, self.scheduler = model, cache, scheduler

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rollout.embedded.model_config import ModelConfig
+from rollout.embedded.model_config import EmbeddedModelConfig
 from rollout.embedded.sequence import Sequence
 
 PAGE_TOKENS = 16
@@ -141,7 +141,7 @@ class Prefix(NamedTuple):
 class KVCache:
     """Pages within `budget_bytes`; memory is used from the first time that a page is."""
 
-    def __init__(self, config: ModelConfig, budget_bytes: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: EmbeddedModelConfig, budget_bytes: int, dtype: torch.dtype) -> None:
         self.num_heads, self.head_dim = config.num_key_value_heads, config.head_dim
         self.bytes_per_token = 2 * config.num_hidden_layers * self.num_heads * self.head_dim * dtype.itemsize
         self.num_pages = budget_bytes // (self.bytes_per_token * PAGE_TOKENS)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from rollout.embedded.kv_cache import KVCache, PageView
-from rollout.embedded.model_config import ModelConfig
+from rollout.embedded.model_config import EmbeddedModelConfig
 from rollout.embedded.model_weights import LayerWeights, ModelWeights
 
 
@@ -47,10 +47,10 @@ def _llama3(frequency: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, shaped to broadcast over [..., heads, D]
 
 
-class Model:
+class EmbeddedModel:
     """Runs the current `weights`; assigning another ModelWeights between two calls is a complete swap."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, max_tokens: int) -> None:
+    def __init__(self, config: EmbeddedModelConfig, weights: ModelWeights, max_tokens: int) -> None:
         """max_tokens: of a sequence, prompt and output."""
         self.config, self.weights, self.max_tokens = config, weights, max_tokens
         cos, sin = rotary_tables(config.rope, config.head_dim, max_tokens)

@@ -12,7 +12,7 @@ ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "Mi
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+class EmbeddedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shape and constants of a dense decoder, by their names in config.json. 0 stands for what others imply."""
 
     architectures: list[str]
@@ -32,7 +32,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int]
 
     @classmethod
-    def read(cls, model_path: Path) -> "ModelConfig":
+    def read(cls, model_path: Path) -> "EmbeddedModelConfig":
         """The config of the model in `model_path`; ConfigError names what is missing or not served."""
         path = model_path / CONFIG
         raw = {name: value for name, value in read_json(path).items() if value is not None}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollout.embedded.model_config import ModelConfig
+from rollout.embedded.model_config import EmbeddedModelConfig
 from slimebus.bus.errors import WeightsError
 from slimebus.weights.host.safetensors_file import INDEX_FILE, read_file, read_model
 from slimebus.weights.host.tensor_file import file_name
@@ -21,7 +21,7 @@ from slimebus.weights.tensors import Tensor, TensorForm, hash_bytes
 Shape = tuple[int, ...]
 
 
-def layer_matrices(config: ModelConfig) -> dict[str, dict[str, Shape]]:
+def layer_matrices(config: EmbeddedModelConfig) -> dict[str, dict[str, Shape]]:
     """The matrices of a layer, and the tensors that each is made of, below each other; projections of the same input are fused."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -41,7 +41,7 @@ def layer_matrices(config: ModelConfig) -> dict[str, dict[str, Shape]]:
     return matrices
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
+def expected_shapes(config: EmbeddedModelConfig) -> dict[str, Shape]:
     """Every tensor that a model of this config has, by Hugging Face name."""
     embedding = (config.vocab_size, config.hidden_size)
     shapes = {"model.embed_tokens.weight": embedding, "model.norm.weight": (config.hidden_size,)}
@@ -58,7 +58,7 @@ class ModelFiles:
     files that never change. Of any other the hashes are computed.
     """
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
+    def __init__(self, path: Path, config: EmbeddedModelConfig) -> None:
         """WeightsError, naming the tensor or file, when one is missing, unknown or unreadable."""
         self._path, self._shapes = path, expected_shapes(config)
         self._map, self._hashes = _shared_index(path)
@@ -104,7 +104,7 @@ class ModelFiles:
         return TensorForm(name, tensor.dtype, tensor.shape, hash_bytes(tensor.buffer))
 
 
-def _is_redundant(name: str, config: ModelConfig) -> bool:
+def _is_redundant(name: str, config: EmbeddedModelConfig) -> bool:
     """Written by some exporters although the config implies them."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
@@ -130,7 +130,7 @@ def _readable(read: Callable[[], dict[str, Tensor]], path: Path) -> dict[str, Te
         raise WeightsError(f"{path} could not be read: {error.strerror}") from None
 
 
-class Unit(NamedTuple):
+class WeightUnit(NamedTuple):
     """A matrix and the tensors it was made of. is_file: it is the file's own memory."""
 
     forms: tuple[TensorForm, ...]
@@ -138,7 +138,7 @@ class Unit(NamedTuple):
     is_file: bool = False
 
 
-Units = dict[tuple[str, ...], Unit]
+Units = dict[tuple[str, ...], WeightUnit]
 
 
 class _Assembly:
@@ -157,24 +157,24 @@ class _Assembly:
         self.units[names] = unit
         return unit.matrix
 
-    def layer(self, prefix: str, config: ModelConfig) -> "LayerWeights":
+    def layer(self, prefix: str, config: EmbeddedModelConfig) -> "LayerWeights":
         """The matrices of the layer with this prefix of its tensors."""
         repeats, made = {"qk_norm": (config.num_attention_heads, config.num_key_value_heads)}, dict[str, torch.Tensor]()
         for matrix, tensors in layer_matrices(config).items():
             made[matrix] = self.unit(*(f"{prefix}.{name}" for name in tensors), repeats=repeats.get(matrix, ()))
         return LayerWeights(**made)
 
-    def _read(self, names: tuple[str, ...], repeats: tuple[int, ...], old: Unit | None) -> Unit:
+    def _read(self, names: tuple[str, ...], repeats: tuple[int, ...], old: WeightUnit | None) -> WeightUnit:
         forms, values = zip(*map(self._files.read, names), strict=True)
         rows = repeats or tuple(map(len, values))
         if len(names) == 1 and not repeats and self._files.is_immutable and values[0].dtype == self._dtype:
-            return Unit(forms, values[0], is_file=True)
+            return WeightUnit(forms, values[0], is_file=True)
         if old is not None and not old.is_file:
             self.copies += zip(old.matrix.split(list(rows)), values, strict=True)
-            return Unit(forms, old.matrix)
+            return WeightUnit(forms, old.matrix)
         matrix = torch.empty((sum(rows), *(values[0].shape if repeats else values[0].shape[1:])), dtype=self._dtype)
         _copy(zip(matrix.split(list(rows)), values, strict=True))
-        return Unit(forms, matrix)
+        return WeightUnit(forms, matrix)
 
 
 def _copy(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -201,7 +201,7 @@ class LayerWeights(NamedTuple):
 class ModelWeights:
     """All parameters of one version, ready for the forward pass."""
 
-    def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype, *, old: "ModelWeights | None" = None) -> None:
+    def __init__(self, path: Path, config: EmbeddedModelConfig, dtype: torch.dtype, *, old: "ModelWeights | None" = None) -> None:
         """Read a model directory whole, as `dtype` (bf16 to fp32 is exact). old: the version before, of the same dtype.
 
         With old, which may be in use meanwhile, these are complete only after `take_over`. Raises WeightsError as ModelFiles does;

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.embedded.model import Model
+from rollout.embedded.model import EmbeddedModel
 from rollout.embedded.sequence import SamplingParams, Sequence
 
 
@@ -37,7 +37,7 @@ ONLY_OFF = ("text", "stream", "background", "return_text_in_logprobs", "return_h
 class RequestExpander:
     """Turns a body into sequences of one model; ValueError says what of the body cannot be served."""
 
-    def __init__(self, model: Model, *, has_tokenizer: bool) -> None:
+    def __init__(self, model: EmbeddedModel, *, has_tokenizer: bool) -> None:
         self._config, self._context_length, self._has_tokenizer = model.config, model.max_tokens, has_tokenizer
 
     def expand(self, body: GenerateBody) -> tuple[list[Sequence], bool]:

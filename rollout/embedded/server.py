@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 
 from rollout.embedded.core import DecodeLoop, EngineCore
 from rollout.embedded.kv_cache import KVCache
-from rollout.embedded.model import Model
-from rollout.embedded.model_config import ModelConfig
+from rollout.embedded.model import EmbeddedModel
+from rollout.embedded.model_config import EmbeddedModelConfig
 from rollout.embedded.model_weights import ModelWeights
 from rollout.embedded.request import GenerateBody, RequestExpander
 from rollout.embedded.scheduler import Scheduler
@@ -106,7 +106,7 @@ class EngineServer:
             await asyncio.wait(self._admit(sequences))
         finally:
             self._forget(sequences)
-        answers = [answer(sequence) for sequence in sequences]
+        answers = [generate_reply(sequence) for sequence in sequences]
         return _json(answers[0] if is_single else answers)
 
     def _admit(self, sequences: list[Sequence]) -> list[asyncio.Future[None]]:
@@ -241,7 +241,7 @@ class EngineServer:
         return _json(about | {"context_length": core.model.max_tokens, "weight_version": core.version, "internal_states": [load]})
 
 
-def answer(sequence: Sequence) -> dict[str, Any]:
+def generate_reply(sequence: Sequence) -> dict[str, Any]:
     """`{output_ids, meta_info}` of a finished sequence as SGLang says them. Logprobs are [logprob, token id, null]."""
     spans = [{"version": version, "start": start, "end": end} for version, start, end in sequence.version_spans]
     info: dict[str, Any] = {
@@ -300,14 +300,14 @@ SWITCH_INTERVAL_S = 0.0005
 def load_engine(settings: Settings) -> EngineCore:
     """Read the model and build everything that needs no socket."""
     torch.set_num_threads(settings.threads)
-    config = ModelConfig.read(settings.model_path)
+    config = EmbeddedModelConfig.read(settings.model_path)
     dtype = getattr(torch, settings.served_dtype)
     cache = KVCache(config, int(settings.kv_cache_gb * 2**30), dtype)
     max_tokens = min(config.max_position_embeddings, cache.budget_tokens)
     if max_tokens < 2:
         raise ConfigError(f"--kv-cache-gb {settings.kv_cache_gb} holds {cache.budget_tokens} tokens of this model; give more")
     scheduler = Scheduler(max_running=settings.max_running_requests, max_prefill_tokens=settings.max_prefill_tokens, cache=cache)
-    model = Model(config, ModelWeights(settings.model_path, config, dtype), max_tokens)
+    model = EmbeddedModel(config, ModelWeights(settings.model_path, config, dtype), max_tokens)
     return EngineCore(model, cache, scheduler, seed=settings.seed, tokenizer=_read_tokenizer(settings.model_path / "tokenizer.json"))
 
 
@@ -342,7 +342,7 @@ async def serve(settings: Settings, sock: socket.socket) -> None:
         server.failure.result()
 
 
-def run(settings: Settings, sock: socket.socket) -> None:
+def run_server(settings: Settings, sock: socket.socket) -> None:
     """Load the model and serve it on the bound `sock`; returns when told to end."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -15,7 +15,7 @@ from rollout.samples.plugins import HIDDEN, Plugin, PluginError
 from rollout.samples.response import Task
 from rollout.samples.session import Session
 from slimebus.bus.errors import HookError
-from slimebus.process.process_guard import guarded
+from slimebus.process.process_guard import guarded_command
 
 log = logging.getLogger("rollout")
 
@@ -68,7 +68,7 @@ class Agent:
     async def run(self, task: Task, base_url: str, api_key: str) -> float | None:
         """Do the task, from its prompt to its end; plain or async. A number is its reward, None leaves that to the run's."""
         process = await asyncio.create_subprocess_exec(
-            *guarded(self.command, HIDDEN.get()),
+            *guarded_command(self.command, HIDDEN.get()),
             cwd=Path(inspect.getfile(type(self))).parent,  # what a hook names is beside it
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.stderr,

@@ -154,10 +154,10 @@ class Endpoint:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions: the messages are what the policy is to see; what of them is new is added to the record."""
         body = await self._body(request, ChatRequest)
-        return await self._send(request, body, self._chat(request, body, [plain_message(message) for message in body.messages]))
+        return await self._send_answer(request, body, self._chat(request, body, [plain_message(message) for message in body.messages]))
 
     async def _chat(self, request: web.Request, body: ChatRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        async with self._turn(request) as slot:
+        async with self._hold_session(request) as slot:
             session = slot.session
             if self._judge is not None and session.text:
                 slot.judging = asyncio.create_task(self._ask_judge(slot, session.snapshot(), messages, slot.judging))
@@ -173,13 +173,13 @@ class Endpoint:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions: a text that begins as the record reads goes on from the record, and is not tokenised again."""
         body = await self._body(request, TextRequest)
-        return await self._send(request, body, self._complete(request, body))
+        return await self._send_answer(request, body, self._complete(request, body))
 
     async def _complete(self, request: web.Request, body: TextRequest) -> dict[str, Any]:
         given: Any = body.prompt
         if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
             (given,) = given
-        async with self._turn(request) as slot:
+        async with self._hold_session(request) as slot:
             session = slot.session
             made = _checked(session, await session.generate(_continued(session, given), **body.sampling(session)))
             num_prompt_tokens = len(session.token_ids) - len(made.token_ids)
@@ -194,21 +194,21 @@ class Endpoint:
         """POST /v1/sessions: take a session, and learn what its task is."""
         self._check_key(request)
         name = secrets.token_hex(8)
-        task = (await self._claim(name)).session.task
+        task = (await self._claim_session(name)).session.task
         about = {"id": name, "prompt": task.prompt, "label": task.label, "metadata": task.metadata, "tools": task.metadata.get("tools")}
         return _json(about)
 
     async def reward(self, request: web.Request) -> web.Response:
         """POST /v1/sessions/ID/reward {"reward": number}: what it was worth; it ends."""
         found = reward_number("reward", msgspec.json.decode(await request.read(), type=dict[str, float]).get("reward"))
-        slot = self._known(request)  # after the last await: the next agent may have the session by then
+        slot = self._find_slot(request)  # after the last await: the next agent may have the session by then
         slot.session.reward, slot.is_rewarded = found, True
         slot.ended.set()
         return web.Response()
 
     async def end(self, request: web.Request) -> web.Response:
         """DELETE /v1/sessions/ID: it ends; the run's reward function says what it was worth."""
-        self._known(request).ended.set()
+        self._find_slot(request).ended.set()
         return web.Response()
 
     # --- the session of a request ---
@@ -220,19 +220,19 @@ class Endpoint:
         if self._key and not hmac.compare_digest(self._bearer(request).encode(), self._key.encode()):
             raise Refused(401, "this key is not the endpoint's")
 
-    async def _slot(self, request: web.Request) -> SessionSlot:
+    async def _slot_of(self, request: web.Request) -> SessionSlot:
         slot = self._slots.get(self._bearer(request))
         if slot is not None and slot.key:
             return slot
         self._check_key(request)
         if not (name := request.headers.get(SESSION_HEADER, "")):
             raise Refused(401, f"neither the key of a session nor a header {SESSION_HEADER}")
-        return self._slots.get(name) or await self._claim(name)
+        return self._slots.get(name) or await self._claim_session(name)
 
     @contextlib.asynccontextmanager
-    async def _turn(self, request: web.Request) -> AsyncIterator[SessionSlot]:
+    async def _hold_session(self, request: web.Request) -> AsyncIterator[SessionSlot]:
         """The session of this request, for it alone. Of a turn that is refused, or whose client has left, nothing stays."""
-        slot = await self._slot(request)
+        slot = await self._slot_of(request)
         async with slot.turn:
             if slot.ended.is_set():  # perhaps while this waited
                 raise Refused(410, "this session has ended")
@@ -245,13 +245,13 @@ class Endpoint:
             finally:
                 slot.used_at = time.monotonic()
 
-    def _known(self, request: web.Request) -> SessionSlot:
+    def _find_slot(self, request: web.Request) -> SessionSlot:
         self._check_key(request)
         if (slot := self._slots.get(request.match_info["id"])) is None:
             raise Refused(404, "there is no such session, or it has ended")
         return slot
 
-    async def _claim(self, name: str) -> SessionSlot:
+    async def _claim_session(self, name: str) -> SessionSlot:
         try:
             async with asyncio.timeout(WAIT_S), self._claiming.setdefault(name, asyncio.Lock()):
                 if name in self._slots:  # of two first requests one takes a session
@@ -290,7 +290,9 @@ class Endpoint:
         client = session.engines.pool.engines_of("")[0].client
         return await parse_by_sglang(client, self._parser, _with_marks(session, made), tools)
 
-    async def _send(self, request: web.Request, body: ChatRequest | TextRequest, work: Awaitable[dict[str, Any]]) -> web.StreamResponse:
+    async def _send_answer(
+        self, request: web.Request, body: ChatRequest | TextRequest, work: Awaitable[dict[str, Any]]
+    ) -> web.StreamResponse:
         """The answer that this work gives; a stream has it in one piece, and comments until then."""
         if not body.stream:
             return _json(await work)

@@ -66,7 +66,7 @@ class Dispatch:
     async def generate(
         self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, group: str = "", session: str = "", model: str = ""
     ) -> list[Completion]:
-        """One completion a prompt, all from one engine of this model (empty: the policy); `runs` gives their versions.
+        """One completion a prompt, all from one engine of this model (empty: the policy); `version_runs` gives their versions.
 
         A recalled group gets what there is, as aborted. Raises WeightsError or Unreachable when the engine lost its weights or ended,
         UsageError for a model that no engine has.
@@ -177,7 +177,7 @@ class Dispatch:
         """Whether requests of this group wait for room at an engine: nobody samples them yet."""
         return self._num_waiting[group] > 0
 
-    def runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
+    def version_runs(self, completion: Completion, *, is_frozen: bool = False) -> list[tuple[int, int]]:
         """Runs (version, length) over its tokens. Raises WeightsError for weights that came from elsewhere."""
         if is_frozen:
             return [(NO_VERSION, len(completion.output_ids))]
@@ -199,7 +199,7 @@ class Dispatch:
         What an engine ended early (a weight update with pause mode `abort`) is continued by token id. Raises Unfinished once
         the group is recalled or `leave` was called.
         """
-        made = begun or [partials.empty(task) for task in tasks]
+        made = begun or [partials.empty_response(task) for task in tasks]
         group, session, idle_rounds = tasks[0].group, tasks[0].session, 0
         while open_ := [i for i, response in enumerate(made) if response.finish_reason == "abort"]:
             if self.is_leaving or group in self._recalled:
@@ -207,7 +207,7 @@ class Dispatch:
             prompts = [partials.prompt_of(made[i]).tolist() for i in open_]
             completions = await self.generate(prompts, [partials.sampling_of(made[i]) for i in open_], group=group, session=session)
             for i, completion in zip(open_, completions, strict=True):
-                made[i] = partials.continued(made[i], completion, self.runs(completion))
+                made[i] = partials.continue_response(made[i], completion, self.version_runs(completion))
             idle_rounds = 0 if any(len(c.output_ids) for c in completions) else idle_rounds + 1
             if idle_rounds >= MAX_IDLE_ROUNDS and not self.is_leaving:
                 what = f"an engine ended the samples of group {group} {idle_rounds} times without making a token"
@@ -233,4 +233,4 @@ class Dispatch:
 
     async def _abort(self, group: str | None) -> None:
         # One engine that cannot be reached keeps no other from handing over.
-        await asyncio.gather(*(engine.abort(group) for engine in self.pool.asked), return_exceptions=True)
+        await asyncio.gather(*(engine.abort(group) for engine in self.pool.request_targets), return_exceptions=True)

@@ -146,9 +146,9 @@ class PoolState:
                 return []
         getattr(self, f"_{event}")(*([] if engine is None else [engine]), *([text] if text else []))
         if event not in ("publish", "leave"):
-            self._load(self._behind())
+            self._load(self._engines_behind())
         if in_service and engine is not None and not any(one.is_in_service for one in self.policy):
-            self._do("lost", engine)
+            self._emit_action("lost", engine)
         return self._actions
 
     # --- what happens ---
@@ -186,7 +186,7 @@ class PoolState:
     def _load_verified(self, engine: EngineState, version: str) -> None:
         engine.move("verified")
         if engine.reported:
-            self._do("log", engine, f"engine at {engine.url} has version {version} now")
+            self._emit_action("log", engine, f"engine at {engine.url} has version {version} now")
         engine.version, engine.loading, engine.may_be_paused, engine.reported = version, "", False, ""
         self._end_drain(engine)
 
@@ -208,7 +208,7 @@ class PoolState:
             raise UsageError(f"{engine.url} is the only engine in service of its model; attach another first, or drain the worker")
         engine.move("detached")
         engine.has_requests, engine.deadline = True, self._now + ABORT_TIMEOUT_S
-        self._do("abort_requests", engine)
+        self._emit_action("abort_requests", engine)
 
     def _requests_ended(self, engine: EngineState) -> None:
         if engine.has_requests:
@@ -238,16 +238,16 @@ class PoolState:
 
     # --- what follows ---
 
-    def _do(self, act: Act, engine: EngineState, text: str = "") -> None:
+    def _emit_action(self, act: Act, engine: EngineState, text: str = "") -> None:
         self._actions.append(Action(act, engine, text))
 
     def _report(self, engine: EngineState, text: str) -> None:
         """Log it, unless that was the last that was logged of this engine."""
         if text and text != engine.reported:
-            self._do("log", engine, text)
+            self._emit_action("log", engine, text)
             engine.reported = text
 
-    def _behind(self) -> list[EngineState]:
+    def _engines_behind(self) -> list[EngineState]:
         """Those that can be given the newest version now: where it was not begun yet, only once another has it."""
         behind = [one for one in self.policy if one.can_load and one.deadline is None and self.newest and not one.serves(self.newest)]
         is_good = any(one.serves(self.newest) for one in self.policy)
@@ -257,7 +257,7 @@ class PoolState:
         for engine in list(engines):
             engine.move("load")
             engine.loading, engine.may_be_paused, engine.deadline = self.newest, True, None
-            self._do("load", engine, self.newest)
+            self._emit_action("load", engine, self.newest)
 
     def _take_out(self, engine: EngineState, why: str) -> None:
         """Sick: what it was running or loading ends, and what it has is unknown."""
@@ -268,19 +268,19 @@ class PoolState:
         engine.move("replaced")
         self._end_work(engine, why)
         engine.silent, engine.may_be_paused = 0, False
-        self._do("replace", engine)
+        self._emit_action("replace", engine)
 
     def _end_work(self, engine: EngineState, why: str) -> None:
         self._report(engine, why and f"engine at {engine.url} {why}")
         if engine.loading:
-            self._do("cancel_load", engine)
+            self._emit_action("cancel_load", engine)
         engine.version, engine.loading, engine.deadline = "", "", None
-        self._do("end_requests", engine)
+        self._emit_action("end_requests", engine)
 
     def _resume(self, engine: EngineState) -> None:
         if engine.may_be_paused and not engine.is_owned:
             engine.may_be_paused = False
-            self._do("resume", engine)
+            self._emit_action("resume", engine)
 
     def _end_drain(self, engine: EngineState) -> None:
         if engine.phase == "draining" and not (engine.has_requests or engine.loading):
@@ -291,4 +291,4 @@ class PoolState:
         self._end_work(engine, "")
         self._resume(engine)
         self.engines.remove(engine)
-        self._do("remove", engine)
+        self._emit_action("remove", engine)

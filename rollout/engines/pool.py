@@ -69,7 +69,7 @@ class EnginePool:
         return found
 
     @property
-    def asked(self) -> list[Requests]:
+    def request_targets(self) -> list[Requests]:
         """Where requests may be: at the engines, or at the router."""
         return [*self.engines, *([self.router.target] if self.router is not None else [])]
 
@@ -90,7 +90,7 @@ class EnginePool:
         loop = asyncio.get_running_loop()
         actions = self.state.apply(event, engine.state if engine else None, now=loop.time(), text=text)
         for action in actions:
-            self._perform(action, next(one for one in self.engines if one.state is action.engine))
+            self._perform_action(action, next(one for one in self.engines if one.state is action.engine))
         if self._timer is not None:
             self._timer.cancel()
         due = self.state.next_deadline
@@ -98,7 +98,7 @@ class EnginePool:
         self.note_change()
         return actions
 
-    def _perform(self, action: Action, engine: Engine) -> None:
+    def _perform_action(self, action: Action, engine: Engine) -> None:
         match action.act:
             case "log":
                 log.warning("%s", action.text)
@@ -111,11 +111,11 @@ class EnginePool:
             case _:
                 work = {
                     "load": self._load, "replace": self._replace, "abort_requests": self._abort, "resume": Engine.resume,
-                    "remove": self._let_go,
+                    "remove": self._drop_engine,
                 }[action.act]  # fmt: skip
-                self._do(engine, action.act, work)
+                self._start_task(engine, action.act, work)
 
-    def _do(self, engine: Engine, what: str, work: Callable[[Engine], Coroutine[Any, Any, Any]]) -> None:
+    def _start_task(self, engine: Engine, what: str, work: Callable[[Engine], Coroutine[Any, Any, Any]]) -> None:
         self._tasks[engine, what] = task = asyncio.create_task(work(engine))
         task.add_done_callback(_log_fault)
 
@@ -148,7 +148,7 @@ class EnginePool:
         await engine.abort()
         self.apply("requests_ended", engine)
 
-    async def _let_go(self, engine: Engine) -> None:
+    async def _drop_engine(self, engine: Engine) -> None:
         if (engine, "resume") in self._tasks:
             await self._tasks[engine, "resume"]
         if self.router is not None:
@@ -174,7 +174,7 @@ class EnginePool:
                     task.result()
                     self._enlist(engine)
                 else:
-                    self._do(engine, "replace", self._replace)
+                    self._start_task(engine, "replace", self._replace)
         finally:
             for task in first:
                 task.cancel()
@@ -213,7 +213,7 @@ class EnginePool:
         """It is ready, and watched from now on."""
         self.apply("process_ready", engine)
         if (engine, "monitor") not in self._tasks:
-            self._do(engine, "monitor", self._monitor)
+            self._start_task(engine, "monitor", self._monitor)
 
     async def _note_dtype(self, engine: Engine) -> None:
         """Say so when an engine that others started computes in a dtype with a smaller range than published weights have."""

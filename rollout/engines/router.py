@@ -31,7 +31,7 @@ OURS = {"policy": "manual", "disable_health_check": True, "log_level": "warn"}
 
 
 class RouterClient(EngineClient):
-    """Samples through a router. engines: those behind it, which are told of aborts."""
+    """Samples through a router. engines: those behind it, which get the aborts."""
 
     def __init__(self, url: str, engines: Callable[[], Sequence[Engine]], **options: Any) -> None:
         super().__init__(url, **options)
@@ -72,7 +72,7 @@ class Router:
     async def start(self) -> None:
         """Start it, wait until it is up, and keep it so. Raises Unreachable with the tail of its log."""
         await self._launch()
-        self._following = asyncio.create_task(self._follow())
+        self._following = asyncio.create_task(self._follow_engines())
 
     async def _launch(self) -> None:
         self._known = {}
@@ -84,42 +84,42 @@ class Router:
             await asyncio.sleep(POLL_S)
         log.info("started sglang-router at %s (log: %s)", self.process.url, self.process.log_path)
 
-    async def _follow(self) -> None:
+    async def _follow_engines(self) -> None:
         """Tell it of engines that begin or cease to serve; start it again when it ends."""
         while True:
             try:
                 if self.process.is_dead():
-                    self._move("replaced")
+                    self._move_state("replaced")
                     log.error("the router at %s ended; starting it again", self.process.url)
                     await self._launch()
-                await self._tell()
+                await self._update_workers()
             except SlimebusError as bad:
                 log.warning("%s", bad.text)
             await asyncio.sleep(POLL_S)
 
-    async def _tell(self) -> None:
+    async def _update_workers(self) -> None:
         serving = {engine.url: engine for engine in self.engines() if engine.state.is_in_service}
         self.target.state.version = next((engine.state.version for engine in serving.values()), "")
         if serving.keys() == self._known.keys() and self.target.state.phase == "serving":
             return
         for url in self._known.keys() - serving.keys():
-            await self._ask(f"/workers/{self._known.pop(url)}", method="DELETE")
+            await self._call_router(f"/workers/{self._known.pop(url)}", method="DELETE")
         for url in serving.keys() - self._known.keys():
             key = self._key_of(serving[url])
-            self._known[url] = str((await self._ask("/workers", {"url": url, **({"api_key": key} if key else {})}))["worker_id"])
-        listed = {one["url"] for one in (await self._ask("/workers"))["workers"]}
-        self._move("replaced")
+            self._known[url] = str((await self._call_router("/workers", {"url": url, **({"api_key": key} if key else {})}))["worker_id"])
+        listed = {one["url"] for one in (await self._call_router("/workers"))["workers"]}
+        self._move_state("replaced")
         if self._known.keys() <= listed and listed:
-            self._move("ready with weights")
+            self._move_state("ready with weights")
 
-    def _move(self, cause: str) -> None:
+    def _move_state(self, cause: str) -> None:
         self.target.state.move(cause)
         self.on_change()
 
     def _key_of(self, engine: Engine) -> str:
         return self.config.engine.engine_api_key if engine.process is None else engine.process.api_key
 
-    async def _ask(self, path: str, body: dict[str, Any] | None = None, method: str = "") -> dict[str, Any]:
+    async def _call_router(self, path: str, body: dict[str, Any] | None = None, method: str = "") -> dict[str, Any]:
         return msgspec.json.decode(await self.client._call(path, body, method=method), type=dict[str, Any])
 
     async def let_go(self, engine: Engine) -> None:

@@ -22,9 +22,9 @@ from rollout.rewards import wire
 from rollout.rewards.wire import RewardSpec
 from rollout.samples.plugins import Plugin, PluginError
 from rollout.samples.response import Response
-from slimebus.process.hooks import text_of
+from slimebus.hooks.hooks import text_of
 from slimebus.process.launch import ChildProcess
-from slimebus.process.process_guard import ending
+from slimebus.process.process_guard import describe_exit_status
 
 MAX_PROCESSES = max(2, min(8, (os.cpu_count() or 2) // 2))
 SLOW_S = 0.1
@@ -55,7 +55,7 @@ class RewardProcess:
         command = [sys.executable, "-P", "-m", "rollout.rewards.process", msgspec.json.encode(spec).decode()]
         with theirs:
             self._process = ChildProcess(command, stdin=theirs.fileno()).process
-        for target in (self._read, self._write):
+        for target in (self._read_verdicts, self._write_calls):
             threading.Thread(target=target, name=self.name, daemon=True).start()
 
     async def call(self, responses: list[Response]) -> Verdicts | None:
@@ -74,7 +74,7 @@ class RewardProcess:
         """End it; it need not be waited for."""
         self._unsent.put(b"")
 
-    def _write(self) -> None:
+    def _write_calls(self) -> None:
         try:
             while frame := self._unsent.get():
                 frames = [frame]
@@ -87,13 +87,13 @@ class RewardProcess:
         except OSError:  # it has ended, which is noticed where it is read from
             return
 
-    def _read(self) -> None:
+    def _read_verdicts(self) -> None:
         unpacker, running, poll = wire.unpacker(), 0, select.poll()
         poll.register(self._socket, select.POLLIN)
         while True:
             silent_s = time.monotonic() - self.heard_at
             if self.calls and silent_s > (self.limit_s if self.is_ready else max(START_S, self.limit_s)):
-                return self._end(running, f"took longer than reward_timeout_s = {self.spec.timeout_s:g} s")
+                return self._end_process(running, f"took longer than reward_timeout_s = {self.spec.timeout_s:g} s")
             if not poll.poll(1000 * min(POLL_S, self.limit_s / 4)):
                 continue
             try:
@@ -101,43 +101,43 @@ class RewardProcess:
             except OSError:
                 got = b""
             if not got:
-                return self._end(running)
+                return self._end_process(running)
             self.heard_at, self.is_ready = time.monotonic(), True
             unpacker.feed(got)
             try:
                 answers = [wire.typed(value, wire.Answer) for value in unpacker]
             except Exception:  # noqa: BLE001  a hook may write to any file of its process
-                return self._end(running, "gave an answer that cannot be read")
+                return self._end_process(running, "gave an answer that cannot be read")
             for _, running_now, _ in answers:
                 running = running_now or running
             with self._lock:
                 settled = [(self.calls.pop(call), verdicts) for call, _, verdicts in answers if verdicts is not None and call in self.calls]
-            _deliver(settled)
+            _deliver_results(settled)
 
-    def _end(self, running: int, why: str = "") -> None:
+    def _end_process(self, running: int, why: str = "") -> None:
         """Kill it. The call that ran, or else the oldest, has failed; where the reward could not be loaded, all of them."""
         self._process.terminate()
         with self._lock:
             self.has_ended, calls = True, dict(self.calls)
             self.calls.clear()
-        how = "" if why else ending(self._process.wait())
+        how = "" if why else describe_exit_status(self._process.wait())
         culprit = running if running in calls else next(iter(calls), 0)
         alike = f"{self.name} {why or ('ended its process' if self.is_ready else 'could not be loaded in its process')}"
         failed = [wire.Verdict(failure=(alike, how))]
-        _deliver([(answer, failed if call == culprit or not self.is_ready else None) for call, answer in calls.items()])
+        _deliver_results([(answer, failed if call == culprit or not self.is_ready else None) for call, answer in calls.items()])
         self._unsent.put(b"")
         self._process.wait()
         self._socket.close()
 
 
-def _deliver(settled: list[Settled]) -> None:
+def _deliver_results(settled: list[Settled]) -> None:
     """Hand answers to the event loops that wait for them, from another thread."""
     for loop in {answer.get_loop() for answer, _ in settled}:
         with suppress(RuntimeError):  # it has ended
-            loop.call_soon_threadsafe(_settle, [one for one in settled if one[0].get_loop() is loop])
+            loop.call_soon_threadsafe(_set_results, [one for one in settled if one[0].get_loop() is loop])
 
 
-def _settle(settled: list[Settled]) -> None:
+def _set_results(settled: list[Settled]) -> None:
     for answer, verdicts in settled:
         if not answer.done():  # its group was cancelled
             answer.set_result(verdicts)

@@ -22,7 +22,7 @@ from rollout.rewards.wire import RewardSpec
 from rollout.samples.plugins import PluginError, contain_exits
 from rollout.samples.response import Response, reward_number
 from slimebus.bus.sample_table import MAX_REWARD
-from slimebus.process.hooks import text_of
+from slimebus.hooks.hooks import text_of
 
 ALIVE_S = 1.0
 READ_BYTES = 1 << 20
@@ -47,17 +47,17 @@ class RewardLoop:
             contained = loop.get_task_factory()
             assert contained is not None
             loop.set_task_factory(lambda loop, work, **named: contained(loop, _Announced(self, work).run(), **named))
-        threading.Thread(target=self._read, args=(loop,), daemon=True).start()
+        threading.Thread(target=self._read_calls, args=(loop,), daemon=True).start()
         while True:
             self.send(0, 0, None)
             await asyncio.sleep(ALIVE_S if self.is_async else 1e9)
 
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _read_calls(self, loop: asyncio.AbstractEventLoop) -> None:
         unpacker, tasks = wire.unpacker(), set[asyncio.Task[None]]()
 
         def begin(calls: list[wire.Call]) -> None:
             for call in calls:
-                tasks.add(task := loop.create_task(self._answer(*call)))
+                tasks.add(task := loop.create_task(self._answer_call(*call)))
                 task.add_done_callback(tasks.discard)
 
         while got := self.connection.recv(READ_BYTES):
@@ -75,17 +75,17 @@ class RewardLoop:
             self._running = call
             self.send(0, call, None)
 
-    async def _answer(self, call: int, responses: list[Response]) -> None:
+    async def _answer_call(self, call: int, responses: list[Response]) -> None:
         CALL.set(call)
         async with self._turn:
             try:
                 given = await self.plugin(responses if self.spec.is_group else responses[0], timeout_s=self.spec.timeout_s)
-                verdicts = list(map(self._verdict, responses, self._values(given, len(responses))))
+                verdicts = list(map(self._verdict, responses, self._value_per_response(given, len(responses))))
             except PluginError as bad:
                 verdicts = [wire.Verdict(failure=(bad.alike, bad.detail))] * len(responses)
             self.send(call, 0, verdicts)
 
-    def _values(self, given: Any, num_responses: int) -> Sequence[Any]:
+    def _value_per_response(self, given: Any, num_responses: int) -> Sequence[Any]:
         """One value for each response."""
         if not self.spec.is_group:
             return [given]

@@ -14,7 +14,7 @@ from slimebus.bus.errors import UsageError
 from slimebus.config.schema import EvalDataset, RolloutConfig
 
 
-def find(r: RolloutConfig, base: Path, dataset: EvalDataset | None = None) -> RewardSpec:
+def find_reward(r: RolloutConfig, base: Path, dataset: EvalDataset | None = None) -> RewardSpec:
     """The reward of a config, or of an evaluation that has its own: a hook, or a built-in one by name. Raises UsageError or HookError."""
     own = dataset if dataset is not None and (dataset.rm_type or dataset.custom_rm_path) else r
     spec = RewardSpec(own.custom_rm_path or own.rm_type, str(base), r.reward_key, r.rm_url, r.reward_timeout_s)

@@ -9,7 +9,7 @@ from rollout.samples.plugins import Plugin, PluginError, failure
 from rollout.samples.response import Response
 from rollout.samples.session import Session
 from slimebus.bus.errors import HookError
-from slimebus.process.hooks import check_takes, text_of
+from slimebus.hooks.hooks import check_takes, text_of
 
 TEARDOWN_S = 10.0
 

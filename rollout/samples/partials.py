@@ -1,6 +1,6 @@
 """Samples cut off in the middle (the worker leaves, the broker recalls the group, its time is out), and continued token by token.
 
-engine aborts --> Unfinished(responses) --> give_back "partial" --> broker --> lease of any worker --> begun
+engine aborts --> Unfinished(responses) --> give_back "partial" --> broker --> lease of any worker --> decode_partial
 """
 
 from collections.abc import Sequence
@@ -34,24 +34,24 @@ class Unfinished(Exception):
         return sum(len(response.token_ids) for response in self.responses)
 
 
-def empty(task: Task) -> Response:
+def empty_response(task: Task) -> Response:
     """A response that has not begun."""
     none = np.zeros(0, np.int32)
     return Response(task=task, token_ids=none, logprobs=none.astype(np.float32), versions=[], text="", finish_reason="abort")
 
 
-def continued(begun: Response, more: Completion, versions: Sequence[tuple[int, int]]) -> Response:
+def continue_response(begun: Response, more: Completion, versions: Sequence[tuple[int, int]]) -> Response:
     """One response from its beginning and the rest. versions: the runs of the rest."""
     return msgspec.structs.replace(
         begun,
         token_ids=np.concatenate([begun.token_ids, more.output_ids]),
         logprobs=np.concatenate([begun.logprobs, more.logprobs]),
-        versions=joined(begun.versions, versions),
+        versions=join_runs(begun.versions, versions),
         finish_reason=more.finish_reason,
     )
 
 
-def joined(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def join_runs(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The runs (version, length) of two pieces, one behind the other."""
     runs: list[tuple[int, int]] = []
     for version, length in (*first, *second):
@@ -83,7 +83,9 @@ def mask_older(response: Response, version: int) -> None:
     response.loss_mask = is_new if response.loss_mask is None else response.loss_mask * is_new
 
 
-def give_back(leased: LeasedGroup, lineage: str, responses: list[Response], reason: str = "worker left") -> tuple[GiveBack, list[bytes]]:
+def give_back_message(
+    leased: LeasedGroup, lineage: str, responses: list[Response], reason: str = "worker left"
+) -> tuple[GiveBack, list[bytes]]:
     """The message that hands a group over with what there is of it; without samples when nothing was made yet."""
     if not any(len(r.token_ids) for r in responses):
         return GiveBack(group=leased.group, lease=leased.lease, outcome="requeue", reason=reason), []
@@ -91,7 +93,7 @@ def give_back(leased: LeasedGroup, lineage: str, responses: list[Response], reas
     return message, encode_group([to_sample(r) for r in responses])
 
 
-def begun(tasks: list[Task], frames: Sequence[Any]) -> list[Response]:
+def decode_partial(tasks: list[Task], frames: Sequence[Any]) -> list[Response]:
     """The responses to continue, one for each task. Raises ProtocolError when they are not of these tasks."""
     samples = decode_group(frames)
     if len(samples) != len(tasks):

@@ -18,8 +18,8 @@ from typing import Any
 from slimebus.bus.errors import HookError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.config import Resolved
-from slimebus.process import hooks
-from slimebus.process.hooks import text_of, user_line
+from slimebus.hooks import hooks
+from slimebus.hooks.hooks import text_of, user_line
 from slimebus.process.process_guard import can_hide
 
 CANCEL_S = 6.0

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import msgspec
 import numpy as np
 
-from rollout.samples.partials import Unfinished, joined
+from rollout.samples.partials import Unfinished, join_runs
 from rollout.samples.response import Response, Task, logprob_temperature, token_ids
 from rollout.samples.tokenizer import Messages, Tokenizer
 from slimebus.bus.errors import HookError, SlimebusError, UsageError
@@ -67,7 +67,7 @@ class _Record:
         self.token_ids = np.concatenate([self.token_ids, ids]).astype(np.int32)
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype(np.float32)
         self.loss_mask = np.concatenate([self.loss_mask, np.full(len(ids), is_trained, np.uint8)])
-        self.versions = joined(self.versions, versions)
+        self.versions = join_runs(self.versions, versions)
         self.is_made, self.end = self.is_made or is_trained, None
 
     def begins(self, context: Messages, tools: Messages | None) -> bool:
@@ -150,18 +150,18 @@ class Session:
         if self.engines is None:
             raise HookError("session.generate needs an engine, and engine.engine is none")
         before = self.snapshot()
-        self._follow(context, tools)
+        self._follow_context(context, tools)
         if (request := self.request(**sampling)) is None:
             made = self.cut_off()
             self.restore(before)
             self._record.finish_reason = "length"
-            return made if self.responses() else self.take(made)
+            return made if self.responses() else self.record_turn(made)
         self._is_busy = True
         try:
-            (made,) = await self._ask([request])
+            (made,) = await self._sample([request])
         finally:
             self._is_busy = False
-        return self.take(made)
+        return self.record_turn(made)
 
     def observe(self, what: Context | str, *, is_trained: bool = False) -> None:
         """Add what no policy said: new chat messages (a tool's answer), text, or token ids. Version -1, logprob 0, mask 0.
@@ -234,7 +234,7 @@ class Session:
             task=self.task, prompt_ids=self.token_ids, token_ids=NONE, logprobs=none, versions=[], text="", finish_reason="length"
         )
 
-    def take(self, made: Response) -> Response:
+    def record_turn(self, made: Response) -> Response:
         """Record a turn, and give it its text."""
         record = self._record
         made.text = without_stop(self.tokenizer.decode(made.token_ids), made)
@@ -267,7 +267,7 @@ class Session:
         if self._is_busy:
             raise UsageError("a session makes one turn at a time; await it, or call session.branch() before it for several at once")
 
-    async def _ask(self, requests: list[Task]) -> list[Response]:
+    async def _sample(self, requests: list[Task]) -> list[Response]:
         assert self.engines is not None
         begin, started = time.time(), time.perf_counter()
         try:
@@ -281,7 +281,7 @@ class Session:
 
     # --- messages to tokens ---
 
-    def _follow(self, context: Context | None, tools: Messages | None) -> None:
+    def _follow_context(self, context: Context | None, tools: Messages | None) -> None:
         """Bring the record to this context. tools: None for those it has, [] for none."""
         wanted = self.tools if tools is None else tools or None
         if context is None:

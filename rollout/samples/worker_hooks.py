@@ -12,7 +12,7 @@ from rollout.samples.plugins import Plugin, PluginError
 from rollout.samples.response import Task, reward_number
 from slimebus.bus.errors import HookError
 from slimebus.bus.samples import Sample, decode_group, encode_group
-from slimebus.process.hooks import check_takes, text_of
+from slimebus.hooks.hooks import check_takes, text_of
 
 METHODS = {"after_generate": "response", "is_trained": "sample", "on_group": "samples is_kept task", "log": "", "evaluate": "session"}
 """The methods that it may have, and what each is called with."""

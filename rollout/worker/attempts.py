@@ -99,21 +99,21 @@ class Attempts:
         sampling = sum(attempt.leased.num_samples for attempt in self.running.values() if not attempt.is_sampled)
         return sampling + max(0, waiting - self.config.max_running_groups * self.config.n_samples_per_prompt)
 
-    def begin(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any]) -> None:
+    def begin_attempt(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any]) -> None:
         """Sample this group and tell the broker, in a task. partial: frames of samples that another worker began."""
-        attempt = Attempt(leased, asyncio.create_task(self._run(leased, record, partial)))
+        attempt = Attempt(leased, asyncio.create_task(self._run_attempt(leased, record, partial)))
         self.running[leased.lease] = attempt
         self.busy.enter()
-        attempt.task.add_done_callback(lambda done: self._end(leased.lease, done))
+        attempt.task.add_done_callback(lambda done: self._on_attempt_done(leased.lease, done))
 
-    def _end(self, lease: int, done: "asyncio.Task[None]") -> None:
+    def _on_attempt_done(self, lease: int, done: "asyncio.Task[None]") -> None:
         if not done.cancelled() and (fault := done.exception()) is not None:  # ours, not a plug-in's: end loudly
             self.give_up(fault)
         del self.running[lease]
         self.busy.leave()
         self.ended.set()
 
-    async def _sampled(self, lease: int) -> None:
+    async def _on_sampled(self, lease: int) -> None:
         self.running[lease].is_sampled, is_awaited = True, not self.ended.is_set()
         self.ended.set()
         if is_awaited:  # an engine has room: filling it comes before the work on these samples
@@ -162,13 +162,13 @@ class Attempts:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any]) -> None:
+    async def _run_attempt(self, leased: LeasedGroup, record: bytes, partial: Sequence[Any]) -> None:
         LEASED.set(leased)
         attempt = self.running[leased.lease]
         try:
             try:
                 with self.spans("sample", group=leased.group, kind=leased.kind):
-                    samples = await self.maker.make(leased, record, partial, lambda: self._sampled(leased.lease))
+                    samples = await self.maker.make_group(leased, record, partial, lambda: self._on_sampled(leased.lease))
             finally:
                 attempt.num_tokens = self.engines.forget(leased.group)  # before anyone can lease it again
             frames = encode_group(samples)
@@ -235,9 +235,9 @@ class Attempts:
             if not unfinished.num_new:
                 self.counts.failed += 1
                 return await self._give_back(leased, "fail", f"{reason}, and no token")
-        back, frames = partials.give_back(leased, self.engines.lineage, kept, reason)
+        back, frames = partials.give_back_message(leased, self.engines.lineage, kept, reason)
         if 0 < self.max_group_bytes < sum(map(len, frames)):
-            back, frames = partials.give_back(leased, self.engines.lineage, [], reason)
+            back, frames = partials.give_back_message(leased, self.engines.lineage, [], reason)
         await self._send_back(back, frames, timeout_s=self.config.drain_timeout_s)
 
     async def _give_back(

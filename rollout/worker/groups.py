@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from rollout.engines.dispatch import Dispatch
-from rollout.rewards.reward import Reward, find
+from rollout.rewards.reward import Reward, find_reward
 from rollout.samples import partials
 from rollout.samples.generate_hook import TEARDOWN_S, GenerateHook
 from rollout.samples.plugins import Plugin, PluginError, failure
@@ -27,7 +27,7 @@ from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample, decode_group, encode_group
 from slimebus.config.schema import RunConfig, is_reward_spread
-from slimebus.process.hooks import text_of
+from slimebus.hooks.hooks import text_of
 from slimebus.telemetry.spans import Spans
 
 log = logging.getLogger("rollout")
@@ -83,8 +83,10 @@ class GroupMaker:
         self.max_context_len = config.rollout.rollout_max_context_len or max_context_len
         self.spans = Spans()
         r = config.rollout
-        self.reward = Reward(find(r, base))
-        self.eval_rewards = {name: Reward(find(r, base, d)) for name, d in config.eval.datasets.items() if d.rm_type or d.custom_rm_path}
+        self.reward = Reward(find_reward(r, base))
+        self.eval_rewards = {
+            name: Reward(find_reward(r, base, d)) for name, d in config.eval.datasets.items() if d.rm_type or d.custom_rm_path
+        }
         path = r.custom_generate_function_path
         self.hook = GenerateHook(path, base) if path else None
         if r.environment:
@@ -113,7 +115,7 @@ class GroupMaker:
             except (PluginError, TimeoutError) as bad:
                 log.warning("%s", getattr(bad, "text", f"the teardown of {hook.plugin.name} took longer than {TEARDOWN_S:g} s"))
 
-    async def make(
+    async def make_group(
         self, leased: LeasedGroup, record: bytes, partial: Sequence[Any] = (), on_sampled: OnSampled = lambda: asyncio.sleep(0)
     ) -> list[Sample]:
         """The group's samples, continuing the frames of `partial`; on_sampled is awaited when engines have no more to do for it.
@@ -123,7 +125,7 @@ class GroupMaker:
         """
         tasks = self._tasks(leased, record)
         self._check_length(leased, len(tasks[0].prompt_ids))
-        begun = self._begun(tasks, partial)
+        begun = self._decode_partial(tasks, partial)
         sessions = [Session(task, self.engines, self.tokenizer, max_context_len=self.max_context_len) for task in tasks]
         with self.spans("generate", group=leased.group) as span:
             made = await self._generate(sessions, begun, on_sampled, is_eval=leased.kind == "eval")
@@ -135,7 +137,7 @@ class GroupMaker:
         if self.hooks is not None:
             for response in [response for one in made if one.problem is None for response in one.responses]:
                 await self.hooks.call("after_generate", response)
-                self._check(self.hooks.life.plugin.name, [response])
+                self._check_responses(self.hooks.life.plugin.name, [response])
         with self.spans("reward", group=leased.group):
             made = await self._rewarded(made, leased)
         samples = self._samples(made)
@@ -163,7 +165,7 @@ class GroupMaker:
             log.warning("group %s: %s", leased.group, problem.text)
         for one in scored:
             if one.problem is None:
-                self._check(reward.name, one.responses[-1:])
+                self._check_responses(reward.name, one.responses[-1:])
         return scored
 
     def _samples(self, made: list[Trajectory]) -> list[Sample]:
@@ -231,11 +233,11 @@ class GroupMaker:
         """True for a group with samples that can be cut off and continued: the engine makes them, not a hook."""
         return leased.kind == "train" and self.takes_partials
 
-    def _begun(self, tasks: list[Task], partial: Sequence[Any]) -> Begun:
+    def _decode_partial(self, tasks: list[Task], partial: Sequence[Any]) -> Begun:
         if not partial or self.hook is not None:
             return None
         try:
-            return partials.begun(tasks, partial)
+            return partials.decode_partial(tasks, partial)
         except ProtocolError as bad:
             log.warning("%s; sampling it from its prompt", bad.text)
             return None
@@ -266,7 +268,7 @@ class GroupMaker:
                 raise PluginError(f"{hook.plugin.name} gave no result within generate_timeout_s = {self._limit_s:g} s")
             made = [Trajectory(responses) for responses in await call]
             for one in made:
-                self._check(hook.plugin.name, one.responses)
+                self._check_responses(hook.plugin.name, one.responses)
             return made
         except PluginError as bad:
             return [Trajectory(session.left_over(), bad)]
@@ -290,7 +292,7 @@ class GroupMaker:
         return self.engines is not None and self.engines.is_waiting(group)
 
     async def _sample(self, sessions: list[Session], begun: Begun, on_sampled: OnSampled, *, is_eval: bool) -> list[Trajectory]:
-        work = asyncio.ensure_future(self._turn(sessions, begun, on_sampled))
+        work = asyncio.ensure_future(self._sample_first_turn(sessions, begun, on_sampled))
         is_late = False
         try:
             if not await self._is_in_time(work, sessions[0]) and not is_eval:
@@ -309,13 +311,13 @@ class GroupMaker:
             await asyncio.gather(work, return_exceptions=True)
 
     async def recall(self, group: str) -> None:
-        """End the sampling of a group with samples that can be continued: `make` raises Unfinished with what there is."""
+        """End the sampling of a group with samples that can be continued: `make_group` raises Unfinished with what there is."""
         assert self.engines is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RECALL_S):
                 await self.engines.recall(group)
 
-    async def _turn(self, sessions: list[Session], begun: Begun, on_sampled: OnSampled) -> list[list[Response]]:
+    async def _sample_first_turn(self, sessions: list[Session], begun: Begun, on_sampled: OnSampled) -> list[list[Response]]:
         """The first turn of each session, in one request of the engine. begun: what there is of these turns already."""
         assert self.engines is not None  # config/field_rules.py: without an engine there is a hook
         requests = [session.request() for session in sessions]
@@ -323,10 +325,10 @@ class GroupMaker:
         made = await self.engines.sample(tasks, begun) if len(tasks) == len(sessions) else [session.cut_off() for session in sessions]
         await on_sampled()
         for session, response in zip(sessions, made, strict=True):
-            session.take(response)
+            session.record_turn(response)
         return [session.responses() for session in sessions]
 
-    def _check(self, name: str, responses: Sequence[Response]) -> None:
+    def _check_responses(self, name: str, responses: Sequence[Response]) -> None:
         """Every field is what it should be, or what `name` names made it so."""
         for response in responses:
             try:

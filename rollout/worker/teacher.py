@@ -48,9 +48,9 @@ def run_teacher(resolved: Resolved, broker: str | None, teacher: str, name: str 
         work = Work(consumer)
         consumer.metrics = work.metrics
         try:
-            uvloop.run(_run(work, engines, max(1, SAMPLES_AT_ONCE // resolved.config.rollout.n_samples_per_prompt)))
+            uvloop.run(_score_until_finished(work, engines, max(1, SAMPLES_AT_ONCE // resolved.config.rollout.n_samples_per_prompt)))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            log.info("interrupted; started again it goes on where it was")
+            log.info("interrupted; restart it to resume")
 
 
 @dataclass
@@ -87,7 +87,7 @@ def engines_of(resolved: Resolved, teacher: str) -> EnginePool:
     return EnginePool(replace(resolved.config, engine=engine, seed=0), folder, resolved.run_dir / "logs", name="teacher")
 
 
-async def _run(work: Work, engines: EnginePool, groups_at_once: int) -> None:
+async def _score_until_finished(work: Work, engines: EnginePool, groups_at_once: int) -> None:
     me, consumer = asyncio.current_task(), work.consumer
     assert me is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -96,7 +96,7 @@ async def _run(work: Work, engines: EnginePool, groups_at_once: int) -> None:
         await engines.start()
         (engine,) = engines.engines
         log.info("scores with %s", engine.url)
-        while (found := await asyncio.to_thread(_read, consumer, groups_at_once)) or not consumer.is_finished:
+        while (found := await asyncio.to_thread(_read_groups, consumer, groups_at_once)) or not consumer.is_finished:
             begin = time.monotonic()
             open_ = [group for group in found if not _is_scored(group)]
             scored = await scores_of(engine.client, open_)
@@ -106,7 +106,7 @@ async def _run(work: Work, engines: EnginePool, groups_at_once: int) -> None:
         await engines.stop()
 
 
-def _read(consumer: Consumer, count: int) -> list[ConsumedGroup]:
+def _read_groups(consumer: Consumer, count: int) -> list[ConsumedGroup]:
     try:
         return consumer.read(count, wait_s=READ_S, extras=[FIELD])
     except Unreachable as away:

@@ -41,7 +41,7 @@ from slimebus.config import Resolved
 from slimebus.config.file_checks import worker_problems
 from slimebus.config.load import raise_all
 from slimebus.config.model_folder import context_length
-from slimebus.process.hooks import text_of
+from slimebus.hooks.hooks import text_of
 from slimebus.process.launch import interrupt_on_sigterm
 from slimebus.process.loop_watch import LoopWatch, progress_of
 from slimebus.security.exposure import check_bind
@@ -73,13 +73,13 @@ class Commands:
         self.outcomes: dict[str, CommandReply] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
 
-    def take(self, commands: Sequence[Command]) -> None:
+    def start_commands(self, commands: Sequence[Command]) -> None:
         """Begin those that are new."""
         for command in commands:
             if command.key not in self._running and command.key not in self.outcomes:
-                self._running[command.key] = asyncio.create_task(self._do(command))
+                self._running[command.key] = asyncio.create_task(self._run_command(command))
 
-    async def _do(self, command: Command) -> None:
+    async def _run_command(self, command: Command) -> None:
         try:
             outcome = CommandReply(done=True, text=await self._result_of(command))
         except SlimebusError as bad:
@@ -249,7 +249,7 @@ class Worker:
                 await self.attempts.ended.wait()
                 continue
             for leased, record, partial in await self._lease(free):
-                self.attempts.begin(leased, record, partial)
+                self.attempts.begin_attempt(leased, record, partial)
 
     async def _lease(self, want: int) -> list[tuple[LeasedGroup, bytes, Sequence[Any]]]:
         (lineage, serving), partials = self._serving, self.attempts.maker.takes_partials
@@ -264,7 +264,7 @@ class Worker:
             return []
         answer = reply.expect(LeaseReply)
         if answer.finished:
-            self._end()
+            self._finish_run()
         return _granted(answer, reply.bulk)
 
     # --- the bus ---
@@ -336,7 +336,7 @@ class Worker:
         if self.sync is not None:
             self.sync.announce(news.lineage, news.version, news.publishers, news.digest)
         if isinstance(news, HeartbeatReply):
-            self.commands.take(news.commands)
+            self.commands.start_commands(news.commands)
             for lease in news.lost:
                 self.attempts.abort(lease, logging.WARNING, "was lost; its group is sampled by someone else")
             for lease in news.recalled:
@@ -347,9 +347,9 @@ class Worker:
             self._recalls = news.recalls
             self.client.beat_now()
         if news.finished:
-            self._end()
+            self._finish_run()
 
-    def _end(self) -> None:
+    def _finish_run(self) -> None:
         if not self.finished:
             self.finished = True
             log.info("the run is finished")
@@ -377,7 +377,7 @@ def run_worker(resolved: Resolved, broker: str | None, name: str | None, *, take
     raise_all(worker_problems(resolved))
     if bind := resolved.config.weights.fanout_bind:
         check_bind(bind, "weights.fanout_bind", has_keys=resolved.keys_path is not None, insecure=resolved.config.security.insecure)
-    client = connect.client_of(resolved, broker, role="rollout", name=name or connect.process_name("worker"))
+    client = connect.make_client(resolved, broker, role="rollout", name=name or connect.process_name("worker"))
     client.rejoins = True
     try:
         # Both may take long and are done before there is a loop: here a signal ends them at once, and there is nothing to give back.

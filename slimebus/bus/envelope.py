@@ -82,7 +82,7 @@ def decode_header(frame: Any) -> Header:
     try:
         return _header_decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
-        raise ProtocolError(f"header does not parse: {bad}") from None
+        raise ProtocolError(f"header does not parse: {bad}".replace("`$.", "`header.")) from None
 
 
 def check_version(header: Header) -> None:
@@ -120,7 +120,7 @@ def decode_body(header: Header, types: Mapping[str, type[Message]] = TYPES) -> M
     try:
         return _decoder_of(cls).decode(header.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
-        raise ProtocolError(f"{header.type}: {bad}") from None
+        raise ProtocolError(f"{header.type}: {bad}".replace("`$.", "`body.")) from None
 
 
 def decode(frames: Sequence[Any], types: Mapping[str, type[Message]] = TYPES) -> Envelope:

@@ -422,7 +422,7 @@ class Reject(Message):
 
 
 class Finish(Message):
-    """The last step is trained: workers are told to leave, the broker keeps answering until they did."""
+    """The last step is trained: the broker asks workers to leave, and answers until they have left."""
 
     reason: str = ""
 

@@ -26,10 +26,10 @@ log = logging.getLogger("slimebus")
 
 ANSWER_S = 5.0
 BROKER_AWAY_S = 600.0
-"""A member waits so long for an answer: a broker may be started again, on another machine, or wait for its disk."""
+"""A member waits so long for an answer: a broker may be restarted, on another machine, or wait for its disk."""
 CONNECT_S, LISTEN_POLL_S = 1.0, 0.2
 RESTART_S = 3.0
-"""A broker that is started again listens within this."""
+"""A broker that is restarted listens within this."""
 NAME_IN_DOUBT = "name_in_doubt"
 """Code of the answer to a hello while the broker waits for a sign of the process that has the name."""
 WRONGLY_ASKED = ("forbidden", "no_dataset")
@@ -58,7 +58,7 @@ def live_endpoint(run_dir: Path) -> str:
     return ""
 
 
-def client_of(resolved: Resolved, given: str | None, *, role: str, name: str) -> "Client":
+def make_client(resolved: Resolved, given: str | None, *, role: str, name: str) -> "Client":
     """A client of the run's broker, with the key of this config for `role`. Raises UsageError when there is no such key."""
     from slimebus.bus.transport.client import Client  # zmq and asyncio: no --help needs them
 
@@ -88,7 +88,9 @@ def check_listening(address: str, wait_s: float) -> None:
 
 
 @contextlib.contextmanager
-def visit(resolved: Resolved, given: str | None, *, what: str, role: str = "client", patience_s: float | None = None) -> "Iterator[Client]":
+def connect_without_joining(
+    resolved: Resolved, given: str | None, *, what: str, role: str = "client", patience_s: float | None = None
+) -> "Iterator[Client]":
     """A client for a few requests, under a name of its own that begins with `what`; it connects without registering.
 
     Where the user named a run, a broker of another one refuses the requests as `wrong_run`. Raises Unreachable when nothing has listened
@@ -96,7 +98,7 @@ def visit(resolved: Resolved, given: str | None, *, what: str, role: str = "clie
     """
     if patience_s is not None:
         check_listening(broker_address(resolved, given), patience_s)
-    client = client_of(resolved, given, role=role, name=process_name(what))
+    client = make_client(resolved, given, role=role, name=process_name(what))
     client.run = resolved.expected_run
     try:
         yield client

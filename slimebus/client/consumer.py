@@ -19,7 +19,7 @@ from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.bus.messages import Heartbeat, HeartbeatReply, PutFields, PutFieldsReply, Read, ReadReply
 from slimebus.bus.samples import Sample, decode_stored, encode_fields
 from slimebus.bus.transport.client import Client
-from slimebus.bus.transport.request import Reply
+from slimebus.bus.transport.request import ReceivedReply
 from slimebus.client.connect import BROKER_AWAY_S, join
 from slimebus.security.credentials import credentials_at
 
@@ -160,7 +160,7 @@ class Consumer:
         ]
         return [self._is_put(answer) for answer in sent]
 
-    def _is_put(self, answer: Future[Reply]) -> bool:
+    def _is_put(self, answer: Future[ReceivedReply]) -> bool:
         try:
             return answer.result().expect(PutFieldsReply).result != "gone"
         except Unreachable:
@@ -172,7 +172,7 @@ class Consumer:
         """How long an answer is awaited: a broker that said that the run is over ends soon."""
         return min(usual_s, LAST_ANSWER_S) if self.is_finished else usual_s
 
-    def _ask(self, asked: Read) -> Reply:
+    def _ask(self, asked: Read) -> ReceivedReply:
         try:
             return self.client.call(asked, timeout_s=self.patience_s(asked.wait_s + ANSWER_S))
         except SlimebusError as bad:

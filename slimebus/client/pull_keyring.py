@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 from slimebus.bus.messages import Keys, KeysReply
 from slimebus.bus.transport.client import Client
-from slimebus.bus.transport.request import Reply
+from slimebus.bus.transport.request import ReceivedReply
 from slimebus.client.connect import BROKER_AWAY_S
 from slimebus.security.allow_list import Grants
 from slimebus.security.keyring import grants_from
@@ -38,11 +38,11 @@ class PullKeyring:
             self._ask_at = time.monotonic() + ASK_EVERY_S
             self._client.submit(Keys(have=self.generation)).add_done_callback(self._on_reply)
 
-    def _on_reply(self, future: "Future[Reply]") -> None:
+    def _on_reply(self, future: "Future[ReceivedReply]") -> None:
         if not future.cancelled() and future.exception() is None:
             self._take_over(future.result())
 
-    def _take_over(self, reply: Reply) -> None:
+    def _take_over(self, reply: ReceivedReply) -> None:
         """A reply without a list says that ours is the newest."""
         if isinstance(reply.message, KeysReply) and reply.bulk:
             self.grants, self.generation = grants_from(reply.bulk[0]), reply.message.generation

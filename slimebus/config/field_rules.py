@@ -20,7 +20,15 @@ HOST = re.compile(r"[^\s/:]+|\[[^\]\s]+\]")
 
 def rule_problems(config: RunConfig) -> list[str]:
     """Every rule that the config of any process breaks, a sentence each."""
-    rules = (_run, _addresses, _broker, _rollout, _parallel, _engine_and_eval, placement_problems)
+    rules = (
+        _run_problems,
+        _address_problems,
+        _broker_problems,
+        _rollout_problems,
+        _parallel_problems,
+        _engine_and_eval_problems,
+        placement_problems,
+    )
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -35,7 +43,7 @@ def evaluation_problems(config: RunConfig) -> Iterator[str]:
         yield f"eval.datasets {names} need an engine that serves the version, and engine.engine is none; {remedy}"
 
 
-def _run(config: RunConfig) -> Iterator[str]:
+def _run_problems(config: RunConfig) -> Iterator[str]:
     o, updates, eta = config.optimizer, config.rollout.num_rollout * config.rollout.num_updates_per_rollout, config.broker.max_staleness
     last = o.lr_decay_iters or updates
     if not NAME.fullmatch(config.name):
@@ -51,7 +59,7 @@ def _run(config: RunConfig) -> Iterator[str]:
         yield f"optimizer.lr_warmup_iters: {o.lr_warmup_iters} is beyond the end of the decay at {last} steps; {remedy}"
 
 
-def _addresses(config: RunConfig) -> Iterator[str]:
+def _address_problems(config: RunConfig) -> Iterator[str]:
     b, w = config.broker, config.weights
     binds = {"broker.bind": b.bind, "broker.hints_bind": b.hints_bind}
     binds |= {"broker.http": b.http and f"tcp://{b.http}"}
@@ -72,7 +80,7 @@ def _addresses(config: RunConfig) -> Iterator[str]:
             yield f"engine.attach_hosts: {host!r}; expected a host name or address alone, without http:// and port"
 
 
-def _broker(config: RunConfig) -> Iterator[str]:
+def _broker_problems(config: RunConfig) -> Iterator[str]:
     b, size = config.broker, config.rollout.rollout_batch_size
     if b.lease_s <= b.heartbeat_s:
         yield f"broker.lease_s: {b.lease_s:g} is not above heartbeat_s {b.heartbeat_s:g}, so every lease would expire"
@@ -90,7 +98,7 @@ def _is_url(text: str) -> bool:
         return False
 
 
-def _rollout(config: RunConfig) -> Iterator[str]:
+def _rollout_problems(config: RunConfig) -> Iterator[str]:
     r = config.rollout
     size, parts, over = r.rollout_batch_size, r.num_steps_per_rollout, r.over_sampling_batch_size
     if size % parts:
@@ -102,7 +110,7 @@ def _rollout(config: RunConfig) -> Iterator[str]:
         why = "as one reward has no spread; sample 2 or more"
         every = f"every group of n_samples_per_prompt {r.n_samples_per_prompt}"
         yield f"rollout.dynamic_sampling_filter_path: {REWARD_SPREAD} drops {every}, {why}"
-    yield from _more_sampling(r)
+    yield from _more_sampling_problems(r)
     if r.rollout_top_k == 0:
         yield "rollout.rollout_top_k: 0; expected at least 1, or -1 for all tokens"
     rewards = {"rollout.custom_rm_path": r.custom_rm_path}
@@ -112,7 +120,7 @@ def _rollout(config: RunConfig) -> Iterator[str]:
             yield f"{field}: {path} is a filter of groups and no reward; give it as rollout.dynamic_sampling_filter_path"
 
 
-def _more_sampling(r: RolloutConfig) -> Iterator[str]:
+def _more_sampling_problems(r: RolloutConfig) -> Iterator[str]:
     """Of rollout.sampling_params: unknown names, values out of range, and what has a field of its own."""
     own = {"max_new_tokens": "rollout_max_response_len"}
     own |= {name: f"rollout_{name}" for name in ("temperature", "top_p", "top_k", "stop", "stop_token_ids")}
@@ -131,7 +139,7 @@ def _more_sampling(r: RolloutConfig) -> Iterator[str]:
         yield f"rollout.sampling_params.min_new_tokens: {least} is above rollout_max_response_len {r.rollout_max_response_len}"
 
 
-def _parallel(config: RunConfig) -> Iterator[str]:
+def _parallel_problems(config: RunConfig) -> Iterator[str]:
     t, r = config.trainer, config.rollout
     tensor, pipeline, context = t.tensor_model_parallel_size, t.pipeline_model_parallel_size, t.context_parallel_size
     here, ranks, samples = t.nproc_per_node, tensor * pipeline * context, r.rollout_batch_size * r.n_samples_per_prompt
@@ -146,7 +154,7 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         yield "trainer.sequence_parallel: true with tensor_model_parallel_size 1; raise the size or turn it off"
 
 
-def _engine_and_eval(config: RunConfig) -> Iterator[str]:
+def _engine_and_eval_problems(config: RunConfig) -> Iterator[str]:
     if config.rollout.environment and config.rollout.custom_generate_function_path:
         yield "rollout.environment and rollout.custom_generate_function_path both make the samples; remove one of them"
     if config.engine.engine == "none" and not config.rollout.custom_generate_function_path:

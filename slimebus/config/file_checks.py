@@ -18,7 +18,7 @@ from slimebus.config.flags import trainer_command, trainer_options
 from slimebus.config.load import Resolved
 from slimebus.config.model_folder import context_length, read_config, tokenizer_differences, vocabulary_problems, weights_problems
 from slimebus.config.schema import is_reward_spread
-from slimebus.process import hooks
+from slimebus.hooks import hooks
 from slimebus.prompts.prompt_files import FileSpec, check_columns, parse
 from slimebus.prompts.prompt_record import BYTE_ORDER_MARK, LineReader, PromptKeys
 from slimebus.prompts.verifiers_tasks import is_tasks, load
@@ -40,17 +40,17 @@ SGLANG_SOURCES = ("srt/server_args.py", "srt/arg_groups/**/*.py")
 def file_problems(resolved: Resolved) -> list[str]:
     """Everything that a run on this machine lacks."""
     data, broker = resolved.config.data, resolved.config.broker
-    looks = (_keys, _prompt_files, label_problems, _layout, _algorithm)
+    looks = (_key_problems, _prompt_file_problems, label_problems, _layout_problems, _algorithm_problems)
     wanted = [("data.source_path", data.source_path, ""), ("broker.buffer_filter_path", broker.buffer_filter_path, "groups batch")]
     with ThreadPoolExecutor(1) as beside:
         external = beside.submit(external_problems, resolved)  # with options of Megatron's it waits seconds for a process that imports it
-        found = [*(problem for look in looks for problem in look(resolved)), *_hooks(resolved, wanted), *worker_problems(resolved)]
+        found = [*(problem for look in looks for problem in look(resolved)), *_hook_problems(resolved, wanted), *worker_problems(resolved)]
         return [*found, *external.result()]
 
 
 def trainer_problems(resolved: Resolved) -> list[str]:
     """What the trainer lacks, but for algorithms: they load torch, and the trainer joins the run before that."""
-    return [*vocabulary_problems(resolved.model_dir), *_layout(resolved)]
+    return [*vocabulary_problems(resolved.model_dir), *_layout_problems(resolved)]
 
 
 def worker_problems(resolved: Resolved) -> list[str]:
@@ -65,7 +65,7 @@ def worker_problems(resolved: Resolved) -> list[str]:
         (ENVIRONMENT, r.environment, ""),
     ]
     wanted += [(f"eval.datasets.{name}.custom_rm_path", d.custom_rm_path, "response") for name, d in resolved.config.eval.datasets.items()]
-    return [*_model(resolved), *_hooks(resolved, wanted), *_engine(resolved)]
+    return [*_model_problems(resolved), *_hook_problems(resolved, wanted), *_engine_problems(resolved)]
 
 
 def teacher_problems(resolved: Resolved, teacher: str) -> list[str]:
@@ -83,7 +83,7 @@ def teacher_problems(resolved: Resolved, teacher: str) -> list[str]:
 # --- prompts ---
 
 
-def _specs(resolved: Resolved) -> Iterator[tuple[str, str, FileSpec]]:
+def _file_specs(resolved: Resolved) -> Iterator[tuple[str, str, FileSpec]]:
     """(field, evaluation, file) of each entry that can be read; the evaluation is empty for data.prompt_data."""
     named = [("data.prompt_data", "", text) for text in resolved.config.data.prompt_data]
     named += [(f"eval.datasets.{name}.path", name, dataset.path) for name, dataset in resolved.config.eval.datasets.items()]
@@ -92,7 +92,7 @@ def _specs(resolved: Resolved) -> Iterator[tuple[str, str, FileSpec]]:
             yield place, name, parse(str(resolved.path(text)))
 
 
-def _prompt_files(resolved: Resolved) -> Iterator[str]:
+def _prompt_file_problems(resolved: Resolved) -> Iterator[str]:
     data = resolved.config.data
     if not (data.prompt_data or data.source_path or data.wait_for_push):
         yield "data.prompt_data: no file given; name at least one file of prompts, a data.source_path, or set data.wait_for_push"
@@ -101,7 +101,7 @@ def _prompt_files(resolved: Resolved) -> Iterator[str]:
             parse(str(resolved.path(text)))
         except DataError as bad:
             yield f"data.prompt_data: {bad.text}"
-    for place, _, spec in _specs(resolved):
+    for place, _, spec in _file_specs(resolved):
         if is_tasks(spec.path, resolved.config.rollout.environment):
             continue
         if not spec.path.is_file():
@@ -142,7 +142,7 @@ def label_problems(resolved: Resolved) -> Iterator[str]:
     """Jsonl files in which no row has the label that the built-in reward compares with; rows beyond the first 10,000 are not looked at."""
     r, data = resolved.config.rollout, resolved.config.data
     compares = not r.custom_rm_path and r.rm_type not in UNLABELLED and not r.custom_generate_function_path
-    for place, name, spec in _specs(resolved):
+    for place, name, spec in _file_specs(resolved):
         own, needs_label = resolved.config.eval.datasets.get(name), compares
         if own is not None and (own.custom_rm_path or own.rm_type):
             needs_label = not own.custom_rm_path and own.rm_type not in UNLABELLED
@@ -175,7 +175,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 # --- the model and how it is spread ---
 
 
-def _model(resolved: Resolved) -> Iterator[str]:
+def _model_problems(resolved: Resolved) -> Iterator[str]:
     try:
         model = resolved.model_dir
     except ConfigError as bad:
@@ -188,10 +188,10 @@ def _model(resolved: Resolved) -> Iterator[str]:
     yield from vocabulary_problems(model)
     yield from (f"model.hf_checkpoint: {problem}" for problem in weights_problems(model))
     with contextlib.suppress(ConfigError):  # told already
-        yield from _room_for_prompts(resolved, context_length(model))
+        yield from _prompt_length_problems(resolved, context_length(model))
 
 
-def _room_for_prompts(resolved: Resolved, context: int) -> Iterator[str]:
+def _prompt_length_problems(resolved: Resolved, context: int) -> Iterator[str]:
     config = resolved.config
     lengths = {"rollout.rollout_max_response_len": config.rollout.rollout_max_response_len}
     lengths |= {f"eval.datasets.{name}.max_response_len": dataset.max_response_len for name, dataset in config.eval.datasets.items()}
@@ -200,7 +200,7 @@ def _room_for_prompts(resolved: Resolved, context: int) -> Iterator[str]:
             yield f"{field}: {length} tokens leave no room for a prompt in the model's context of {context} (max_position_embeddings)"
 
 
-def _layout(resolved: Resolved) -> Iterator[str]:
+def _layout_problems(resolved: Resolved) -> Iterator[str]:
     """Ranks that cannot share the model's heads or layers as Megatron would."""
     try:
         tree = read_config(resolved.model_dir)
@@ -238,12 +238,12 @@ def unchecked(resolved: Resolved) -> Iterator[str]:
         yield "section megatron: its options were not checked, as megatron-core or the trainer is not installed here"
 
 
-def _algorithm(resolved: Resolved) -> list[str]:
+def _algorithm_problems(resolved: Resolved) -> list[str]:
     command = trainer_command() if can_check_algorithms() else None
     return command.problems(resolved) if command is not None and command.problems is not None else []
 
 
-def _unknown(resolved: Resolved, section: str, known: Collection[str], what: str) -> Iterator[str]:
+def _unknown_name_problems(resolved: Resolved, section: str, known: Collection[str], what: str) -> Iterator[str]:
     for name in getattr(resolved.config, section) if known else ():
         if name.lstrip("-").replace("-", "_") not in known:
             place = resolved.origin.get(f"{section}.{name}", "config")
@@ -253,12 +253,12 @@ def _unknown(resolved: Resolved, section: str, known: Collection[str], what: str
 # --- keys, hooks, engine ---
 
 
-def _keys(resolved: Resolved) -> Iterator[str]:
+def _key_problems(resolved: Resolved) -> Iterator[str]:
     if (place := resolved.keys_path) is not None and not place.exists():
         yield f"security.keys: no folder or key file at {place}; `slimebus keys init` makes a folder on the broker's machine"
 
 
-def _hooks(resolved: Resolved, wanted: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+def _hook_problems(resolved: Resolved, wanted: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     """wanted: field, import path (empty: none), and the arguments by position."""
     for field, path, arguments in wanted:
         try:
@@ -270,13 +270,15 @@ def _hooks(resolved: Resolved, wanted: Iterable[tuple[str, str, str]]) -> Iterat
             yield f"{field}: {bad.text}"
 
 
-def _engine(resolved: Resolved) -> Iterator[str]:
+def _engine_problems(resolved: Resolved) -> Iterator[str]:
     engine = resolved.config.engine
     if engine.use_router:
-        if (package := _package(engine.engine_python, "sglang_router")) is None:
+        if (package := _package_folder(engine.engine_python, "sglang_router")) is None:
             yield f"engine.use_router: true, but {engine.engine_python or sys.executable} has no package sglang-router; install it there"
         else:
-            yield from _unknown(resolved, "router", _arguments(package, ("router_args.py",)), "argument of sglang-router")
+            yield from _unknown_name_problems(
+                resolved, "router", _declared_arguments(package, ("router_args.py",)), "argument of sglang-router"
+            )
     specs = []
     if not engine.engine_url and engine.engine != "none":
         try:
@@ -291,27 +293,27 @@ def _engine(resolved: Resolved) -> Iterator[str]:
     python = engine.engine_python
     if python and not Path(python).is_file():
         yield f"engine.engine_python: no such file {python}; {remedy}"
-    elif (package := _sglang(python)) is None:
+    elif (package := _sglang_folder(python)) is None:
         yield f"engine.engine: sglang, but {python or sys.executable} has no package sglang; {remedy}"
     else:
-        known = _arguments(package, SGLANG_SOURCES)
-        yield from _unknown(resolved, "sglang", known, "argument of the SGLang server")
+        known = _declared_arguments(package, SGLANG_SOURCES)
+        yield from _unknown_name_problems(resolved, "sglang", known, "argument of the SGLang server")
         for name in {name for spec in specs for name in spec.arguments} - resolved.config.sglang.keys() if known else ():
             if name.replace("-", "_") not in known:
                 yield f"engine.sglang_config: {name}: no argument of the SGLang server{nearest(name, sorted(known))}"
 
 
-def _arguments(package: Path, sources: Iterable[str]) -> set[str]:
+def _declared_arguments(package: Path, sources: Iterable[str]) -> set[str]:
     """The names of what a package declares as arguments; none for a release that keeps them elsewhere."""
     texts = [file.read_text() for source in sources for file in package.glob(source)]
     return {name.replace("-", "_") for text in texts for option in SGLANG_OPTION.findall(text) for name in option if name}
 
 
-def _sglang(python: str) -> Path | None:
-    return _package(python, "sglang")
+def _sglang_folder(python: str) -> Path | None:
+    return _package_folder(python, "sglang")
 
 
-def _package(python: str, name: str) -> Path | None:
+def _package_folder(python: str, name: str) -> Path | None:
     """The folder of a package that this Python has; None without one."""
     if not python:
         spec = importlib.util.find_spec(name)

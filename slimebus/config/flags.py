@@ -186,7 +186,7 @@ def split_words(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
     return None, words
 
 
-class Target(NamedTuple):
+class RunTarget(NamedTuple):
     """The run that a command is about, and the words after its RUN.yaml."""
 
     file: Path | None
@@ -205,7 +205,7 @@ def of_run(names: str = "", count: int | None = None) -> Callable[[Callable[...,
                 raise UsageError(f"{others[0]!r} is not a RUN.yaml; this command takes no other word")
             if count not in (None, len(others)):
                 raise UsageError(f"got {' '.join(others) or 'nothing'}; expected {names}")
-            command(Target(file, from_context(click.get_current_context(), file), others), **own)
+            command(RunTarget(file, from_context(click.get_current_context(), file), others), **own)
 
         return click.argument("words", nargs=-1, metavar=f"[RUN.yaml] {names}".strip())(with_run)
 
@@ -235,7 +235,7 @@ def take_over_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def accept_changes_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """--accept-changes of a command that starts a run's broker."""
-    help_ = "Go on with a run whose reward, generation, chat template or initial model changed since it was last started."
+    help_ = "Resume a run although its reward, generation, chat template or initial model changed since its last start."
     return click.option("--accept-changes", is_flag=True, help=help_)(function)
 
 

@@ -286,9 +286,9 @@ class WeightsConfig(Section, frozen=True):
     weights_bind: str = "tcp://127.0.0.1:0"
     """[address] Where the trainer serves weights; the i-th publishing rank takes the i-th port from here, with port 0 any free one."""
     weights_advertise: str = ""
-    """[host] The host name workers are told; empty: the bound one, or this machine's address on the way to the broker."""
+    """[host] The host name by which workers reach the weight server; empty: the bound one, or this machine's address towards the broker."""
     fanout_bind: str = ""
-    """[address] Where a worker passes weights on to others, such as tcp://0.0.0.0:0; others are told the address bound, or for 0.0.0.0 this
+    """[address] Where a worker passes weights on to others, such as tcp://0.0.0.0:0; others get the address bound, or for 0.0.0.0 this
     machine's on the way to the broker. Empty: it does not."""
     weights_shm: str = "/dev/shm"
     """[path] Memory-backed directory through which a worker hands weights to its engine."""

@@ -1,1 +1,1 @@
-"""What a process starts and loads: children, and functions by import path."""
+"""What starts, watches, restarts and ends processes."""

@@ -16,14 +16,14 @@ from pathlib import Path
 from types import FrameType
 
 from slimebus.atomic_file import make_private
-from slimebus.process.process_guard import PR_SET_PDEATHSIG, guarded, signal_group
+from slimebus.process.process_guard import PR_SET_PDEATHSIG, guarded_command, signal_group
 
 LineSink = Callable[[str, str], None]
 """Called with (name, line) for every line a child writes, from that child's reader thread."""
 
 SLIMEBUS = (sys.executable, "-P", "-m", "slimebus")
 """The command of this installation; -P: without the working directory on the path."""
-STOP_S, LOOK_S = 3.0, 0.2
+STOP_S, POLL_S = 3.0, 0.2
 REAP_S = 30.0
 """A killed process first gives its memory back: on a busy machine more than 2 s for 4 GB."""
 PORTS = range(20_000, 32_768)
@@ -45,7 +45,7 @@ class ChildProcess:
         self.command, self.name, self.log_file, self.environment, self.ended_at = command, name, log or Path(), environment, 0.0
         with log.open("ab") if log and not sink else contextlib.nullcontext() as out:
             self.process = subprocess.Popen(
-                command if on_parent_end else guarded(command),
+                command if on_parent_end else guarded_command(command),
                 env=os.environ | (environment or {}),
                 stdin=stdin,
                 stdout=subprocess.PIPE if sink else out,
@@ -104,8 +104,8 @@ class ProcessGroup:
         log = self.log_dir / f"{name}.log"
         return ChildProcess(command, name=name, log=log, sink=self.sink, environment=environment, on_parent_end=signal.SIGTERM)
 
-    def start_again(self, child: ChildProcess) -> None:
-        """Another process in the place of one that ended."""
+    def restart(self, child: ChildProcess) -> None:
+        """Replace a process that ended by a new one with the same command."""
         child.finish()
         self.children[self.children.index(child)] = self._child(child.name, child.command, child.environment)
 
@@ -189,7 +189,7 @@ def locked(file: Path, timeout_s: float) -> Iterator[bool]:
             if time.monotonic() > until:
                 yield False
                 return
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         yield True
 
 

@@ -2,7 +2,7 @@
 
     loop --progress--> LoopWatch <--SIGTERM, SIGINT (wakeup fd)
                          no progress for WARN_S:    a line of the log names the user's file and line
-                         no progress for limit_s, or still there `grace_s` after it was told to leave:  stack, on_end, os._exit
+                         no progress for limit_s, or still running `grace_s` after it was asked to leave:  stack, on_end, os._exit
 
 A call that holds the interpreter itself (C code, a regular expression) stops this thread too.
 """
@@ -22,12 +22,12 @@ from collections.abc import Callable
 from types import FrameType
 
 from slimebus.bus.errors import EXIT_FAILURE
-from slimebus.process.hooks import user_line
+from slimebus.hooks.hooks import user_line
 
 log = logging.getLogger("slimebus")
 
-LOOK_S = 1.0
-MAX_LOOK_S = 2 * LOOK_S
+CHECK_EVERY_S = 1.0
+MAX_CHECK_S = 2 * CHECK_EVERY_S
 """What counts of the time between two looks: a thread that looks later was stopped itself (a suspended machine, a held interpreter)."""
 WARN_S = 5.0
 LEAVE_BLOCKED_S = 5.0
@@ -57,7 +57,7 @@ class LoopWatch:
         self.blocked_at = ""
         """FILE:LINE where the loop has been for WARN_S or longer."""
         self._main = threading.main_thread().ident or 0
-        self._seen, self._looked_at = progress(), clock()
+        self._seen, self._checked_at = progress(), clock()
         self._stood_s = self._leaving_s = 0.0
 
     @property
@@ -80,50 +80,52 @@ class LoopWatch:
 
     def _watch(self, signals: int) -> None:
         while True:
-            for number in os.read(signals, 64) if select.select([signals], [], [], LOOK_S)[0] else b"":
-                self.take(number)
-            self.look()
+            for number in os.read(signals, 64) if select.select([signals], [], [], CHECK_EVERY_S)[0] else b"":
+                self.handle_signal(number)
+            self.check_progress()
 
-    def take(self, number: int) -> None:
+    def handle_signal(self, number: int) -> None:
         """Act on a signal. More SIGTERMs do not disturb the leaving: the kernel may send several when a parent is killed."""
         if number == signal.SIGINT and self.is_leaving:
-            self._end("interrupted again while it was leaving")
+            self._end_process("interrupted again while it was leaving")
         elif number in (signal.SIGTERM, signal.SIGINT):
             self.leave()
             self.on_signal()
 
-    def look(self) -> None:
+    def check_progress(self) -> None:
         """Measure, warn and end the process, as far as it is time for that."""
         now = self.clock()
-        passed_s, self._looked_at = min(now - self._looked_at, MAX_LOOK_S), now
+        passed_s, self._checked_at = min(now - self._checked_at, MAX_CHECK_S), now
         seen, before = self.progress(), self._seen
         self._seen, self._stood_s = seen, self._stood_s + passed_s if seen == before else 0.0
         self._leaving_s += passed_s if self.is_leaving else 0.0
         if self._stood_s >= WARN_S and not self.blocked_at:
-            self.blocked_at = self._place()
-            log.warning("%s has been blocked for %.0f s %s", self.what, self._stood_s, self._whence())
+            self.blocked_at = self._current_line()
+            log.warning("%s has been blocked for %.0f s %s", self.what, self._stood_s, self._blocked_where())
         elif self.blocked_at and not self._stood_s:
             log.info("%s goes on", self.what)
             self.blocked_at = ""
-        if self.blocked_s >= min(self.limit_s, self.leave_blocked_s if self.is_leaving else math.inf) and not _is_debugged(self._frame()):
-            self._end(f"{self.what} was blocked for {self.blocked_s:.0f} s {self._whence()}", is_blocked=True)
+        if self.blocked_s >= min(self.limit_s, self.leave_blocked_s if self.is_leaving else math.inf) and not _is_debugged(
+            self._main_frame()
+        ):
+            self._end_process(f"{self.what} was blocked for {self.blocked_s:.0f} s {self._blocked_where()}", is_blocked=True)
         elif self._leaving_s >= self.grace_s:
-            self._end(f"told to leave {self._leaving_s:.0f} s ago and still here; the main thread is at {self._place()}")
+            self._end_process(f"asked to leave {self._leaving_s:.0f} s ago and still running; the main thread is at {self._current_line()}")
 
-    def _whence(self) -> str:
+    def _blocked_where(self) -> str:
         who = self.who()
         return f"by {who} at {self.blocked_at}" if who else f"at {self.blocked_at}"
 
-    def _frame(self) -> FrameType | None:
+    def _main_frame(self) -> FrameType | None:
         return sys._current_frames().get(self._main)
 
-    def _place(self) -> str:
+    def _current_line(self) -> str:
         """FILE:LINE of the innermost frame that is the user's; else of the innermost of all."""
-        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(self._frame())][::-1]
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(self._main_frame())][::-1]
         return user_line(frames) or ":".join(map(str, frames[-1]))
 
-    def _end(self, why: str, *, is_blocked: bool = False) -> None:
-        log.error("%s; the stack of the main thread:\n%s", why, "".join(traceback.format_stack(self._frame())).rstrip())
+    def _end_process(self, why: str, *, is_blocked: bool = False) -> None:
+        log.error("%s; the stack of the main thread:\n%s", why, "".join(traceback.format_stack(self._main_frame())).rstrip())
         try:
             self.on_end(why, is_blocked)
         finally:  # what is wrong with the process may be wrong with this, too
@@ -137,7 +139,7 @@ def progress_of(loop: asyncio.AbstractEventLoop) -> Callable[[], object]:
     def tick() -> None:
         nonlocal current
         current = next(turns)
-        loop.call_later(LOOK_S / 2, tick)
+        loop.call_later(CHECK_EVERY_S / 2, tick)
 
     tick()
     return lambda: (current, id(asyncio.current_task(loop)))

@@ -36,7 +36,7 @@ exit $?
 each; the command runs without what it takes to remove that."""
 
 
-def guarded(command: Sequence[str], hidden: Iterable[Path] = ()) -> list[str]:
+def guarded_command(command: Sequence[str], hidden: Iterable[Path] = ()) -> list[str]:
     """The command under a guard: it ends with all that it started when the guard is told to, and when this process ends, killed or not.
 
     hidden: folders that are empty for it, as are other processes then; only where `can_hide`.
@@ -50,7 +50,7 @@ def guarded(command: Sequence[str], hidden: Iterable[Path] = ()) -> list[str]:
 def can_hide() -> bool:
     """Whether this kernel lets us make namespaces: as root with CAP_SYS_ADMIN, or where users may."""
     with contextlib.suppress(OSError):
-        return subprocess.run(guarded(["true"], [Path("/tmp")]), stderr=subprocess.DEVNULL, check=False).returncode == 0
+        return subprocess.run(guarded_command(["true"], [Path("/tmp")]), stderr=subprocess.DEVNULL, check=False).returncode == 0
     return False
 
 
@@ -86,7 +86,7 @@ def signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def ending(status: int) -> str:
+def describe_exit_status(status: int) -> str:
     """How a guarded command ended, from the status of its guard."""
     number = status - KILLED_BY if status > KILLED_BY else -status
     return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit status {status}"

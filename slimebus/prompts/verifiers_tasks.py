@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from slimebus.bus.errors import ConfigError
-from slimebus.process.hooks import text_of
+from slimebus.hooks.hooks import text_of
 
 if TYPE_CHECKING:
     from slimebus.prompts.prompt_record import PromptKeys

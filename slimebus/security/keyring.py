@@ -61,11 +61,11 @@ class FolderKeyring:
         stamps = self._stamp()
         if stamps != self._stamps:
             self._stamps = stamps
-            self._take_up()
+            self._reload()
         elif (grants := grants_of(self._allowed, self._wall())) != self.grants:  # the time of a rotated key is over
             self.grants, self.generation = grants, self.generation + 1
 
-    def _take_up(self) -> None:
+    def _reload(self) -> None:
         try:
             pair, grants = self._read()
         except UsageError as bad:

@@ -13,8 +13,8 @@ import msgspec
 
 from slimebus.bus.errors import UsageError
 from slimebus.sweep import plots
-from slimebus.sweep.results import ETA, RunResult, by_condition, conclusion, estimate, number, score_of, short, speed_of
-from slimebus.telemetry.formatting import columns, duration
+from slimebus.sweep.results import ETA, RunResult, conclusion, estimate, group_by_condition, number, score_of, short, speed_of
+from slimebus.telemetry.formatting import align_columns, format_duration
 
 HEADER = ("seeds", "last score", "steps", "time", "samples/s", "mean lag", "ESS", "ESS of samples", "m2", "")
 NOTE = (
@@ -48,9 +48,9 @@ def main_axis(results: Sequence[RunResult], wanted: str = "") -> str:
     return wanted if wanted in axes else ETA if ETA in axes else axes[-1] if axes else ""
 
 
-def table(results: Sequence[RunResult], axis: str) -> list[tuple[str, ...]]:
+def result_rows(results: Sequence[RunResult], axis: str) -> list[tuple[str, ...]]:
     """A row for each condition: its value of the axis, and the columns of HEADER."""
-    return [(of[0].condition.get(axis, "all"), *_cells(of)) for of in by_condition(results).values()]
+    return [(of[0].condition.get(axis, "all"), *_cells(of)) for of in group_by_condition(results).values()]
 
 
 def _cells(of: Sequence[RunResult]) -> list[str]:
@@ -67,10 +67,10 @@ def _cells(of: Sequence[RunResult]) -> list[str]:
     means = [f"{estimate(values).mean:.3g}" if values else "" for values in found]
     steps, seconds = max(run.steps for run in ran), estimate([run.seconds for run in ran]).mean
     num_seeds = [len({run.seed for run in runs}) for runs in (ran, of)]
-    return ["{} of {}".format(*num_seeds), score, str(steps), duration(seconds), speed, f"{lag:.2f}", *means, notes]
+    return ["{} of {}".format(*num_seeds), score, str(steps), format_duration(seconds), speed, f"{lag:.2f}", *means, notes]
 
 
-def page(results: Sequence[RunResult], axis: str, title: str, about: str) -> str:
+def render_page(results: Sequence[RunResult], axis: str, title: str, about: str) -> str:
     """The report: one HTML file without anything outside of it. about: what was run, as text."""
     sections = sections_of(results, axis)
     ran = {name: [run for run in runs if run.points] for name, runs in sections.items()}
@@ -79,10 +79,10 @@ def page(results: Sequence[RunResult], axis: str, title: str, about: str) -> str
         for name, runs in sections.items()
         if axis
     ]
-    body += [_image(plots.trade_off({name: runs for name, runs in ran.items() if any(r.counts for r in runs)}, axis))] if axis else []
+    body += [_image(plots.plot_trade_off({name: runs for name, runs in ran.items() if any(r.counts for r in runs)}, axis))] if axis else []
     for name, runs in sections.items():
-        body += [f"<h2>{html.escape(name)}</h2>" if name else "", _table([(short(axis), *HEADER), *table(runs, axis)])]
-        body += [_image(plot(ran[name], axis)) for plot in (plots.learning, plots.by_lag) if ran[name]]
+        body += [f"<h2>{html.escape(name)}</h2>" if name else "", _table([(short(axis), *HEADER), *result_rows(runs, axis)])]
+        body += [_image(plot(ran[name], axis)) for plot in (plots.plot_learning, plots.plot_by_lag) if ran[name]]
     every = [(run.name, run.state, run.reason, ", ".join(f"{p.steps}: {p.score:.3f}" for p in run.points)) for run in results]
     body += ["<h2>Runs</h2>", _table([("run", "state", "reason", "step: score"), *every])]
     template = Template((files("slimebus.sweep") / "report.html").read_text())
@@ -98,16 +98,16 @@ def _image(svg: str) -> str:
     return f'<div class=wide><img src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"></div>' if svg else ""
 
 
-def show(results: Sequence[RunResult], wanted: str, out: Path | None, *, title: str, about: str) -> None:
+def show_comparison(results: Sequence[RunResult], wanted: str, out: Path | None, *, title: str, about: str) -> None:
     """Print sentences and tables; with `out` also write report.html, for people, and results.json, for programs, there."""
     axis = main_axis(results, wanted)
     if wanted and wanted != axis:
         click.echo(f"--axis {wanted}: no two of these runs differ in it alone; compared by {axis or 'nothing'}", err=True)
     for name, runs in sections_of(results, axis).items():
-        lines = columns(table(runs, axis), (short(axis), *HEADER))
+        lines = align_columns(result_rows(runs, axis), (short(axis), *HEADER))
         click.echo("\n".join(filter(None, [f"\n{name}" if name else "", *lines, conclusion(runs, axis) if axis else ""])))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "report.html").write_text(page(results, axis, title, about))
+        (out / "report.html").write_text(render_page(results, axis, title, about))
         (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
         click.echo(f"report   {out / 'report.html'}")

@@ -21,7 +21,7 @@ OWN = ("seed", "run_dir", "name")
 """Options that the sweep sets for each trial."""
 
 
-class Plan(Section, frozen=True):
+class SweepPlan(Section, frozen=True):
     """What a sweep.yaml says."""
 
     run: str
@@ -61,7 +61,7 @@ class Sweep(msgspec.Struct, frozen=True):
     """A plan and where it is. trials: those of the first seed go first, of them those of the first value of the first axis."""
 
     file: Path
-    plan: Plan
+    plan: SweepPlan
     base: Path
     folder: Path
     trials: list[Trial]
@@ -85,7 +85,7 @@ def load(file: Path) -> Sweep:
     """The sweep of a file. Raises ConfigError with every mistake in it: keys, options that do not exist, values that no run could have."""
     problems: list[str] = []
     tree, origin = read_map(file, problems)
-    plan: Plan = Converter(origin, problems).struct(Plan, tree, "")
+    plan: SweepPlan = Converter(origin, problems).struct(SweepPlan, tree, "")
     raise_all(problems)
     axes = _axes(plan, problems)
     trials = [_trial(plan, axes, chosen, seed) for seed in plan.seeds for chosen in itertools.product(*axes.values())]
@@ -117,7 +117,7 @@ def _unknown(name: str) -> str:
     return f"{name}: the sweep sets it for each trial" if name in OWN else f"no option {name!r}{nearest(name)}"
 
 
-def _contradictions(plan: Plan, axes: Mapping[str, Any]) -> Iterator[str]:
+def _contradictions(plan: SweepPlan, axes: Mapping[str, Any]) -> Iterator[str]:
     if plan.axis and plan.axis not in axes:
         yield f"axis: no {plan.axis!r} in grid{nearest_of(plan.axis, list(axes))}"
     if not plan.seeds:
@@ -130,7 +130,7 @@ Choice = tuple[str, dict[str, Any]]
 """A value of an axis: its label, and the options that it stands for."""
 
 
-def _axes(plan: Plan, problems: list[str]) -> dict[str, list[Choice]]:
+def _axes(plan: SweepPlan, problems: list[str]) -> dict[str, list[Choice]]:
     """The axes in order of the file, those of the grid before `cases`."""
     axes: dict[str, list[Choice]] = {}
     for name, values in plan.grid.items():
@@ -156,7 +156,7 @@ def label_of(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _trial(plan: Plan, axes: Mapping[str, Any], chosen: Sequence[Choice], seed: int) -> Trial:
+def _trial(plan: SweepPlan, axes: Mapping[str, Any], chosen: Sequence[Choice], seed: int) -> Trial:
     condition = {axis: label for axis, (label, _) in zip(axes, chosen, strict=True)}
     options = dict(plan.set)
     for _, own in chosen:

@@ -7,7 +7,7 @@ from operator import ge
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from slimebus.sweep.results import BUCKETS, Estimate, RunResult, by_condition, number, score_of, short, speed_of
+from slimebus.sweep.results import BUCKETS, Estimate, RunResult, group_by_condition, number, score_of, short, speed_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ LEGEND_LINE = 0.2
 LINE: Any = {"marker": "o", "markersize": 3, "linewidth": 1.3, "alpha": 0.85}
 
 
-def learning(runs: Sequence[RunResult], axis: str) -> str:
+def plot_learning(runs: Sequence[RunResult], axis: str) -> str:
     """Evaluation against wall time, steps and samples: a line a run, a colour a condition."""
     across = {"seconds": "seconds of steps", "steps": "steps", "samples": "samples trained"}
 
@@ -57,7 +57,7 @@ def learning(runs: Sequence[RunResult], axis: str) -> str:
     return _figure(3, draw)
 
 
-def by_lag(runs: Sequence[RunResult], axis: str) -> str:
+def plot_by_lag(runs: Sequence[RunResult], axis: str) -> str:
     """Loss, ratio and mismatch by lag: means over steps and runs."""
     shown = {name: how for name, how in BY_LAG.items() if any(name in found for run in runs for found in run.by_lag.values())}
 
@@ -77,7 +77,7 @@ def by_lag(runs: Sequence[RunResult], axis: str) -> str:
     return _figure(len(shown), draw) if shown else ""
 
 
-def trade_off(sections: Sections, axis: str) -> str:
+def plot_trade_off(sections: Sections, axis: str) -> str:
     """Throughput against the axis, and score against throughput with the Pareto front, with 95% intervals over seeds.
 
     A colour a section; on the right a marker a value of the axis.
@@ -123,7 +123,7 @@ def _bars(estimates: Sequence[Estimate]) -> tuple[list[float], list[list[float]]
 
 
 def _lines(runs: Sequence[RunResult], axis: str) -> dict[str, list[RunResult]]:
-    return {of[0].condition.get(axis, "all"): of for of in by_condition(run for run in runs if run.points).values()}
+    return {of[0].condition.get(axis, "all"): of for of in group_by_condition(run for run in runs if run.points).values()}
 
 
 def _line_style(i: int) -> dict[str, Any]:

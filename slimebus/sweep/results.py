@@ -16,7 +16,7 @@ import msgspec
 from slimebus.bus.errors import DataError
 from slimebus.config.saved import FILE
 from slimebus.sweep.plan import Sweep, label_of
-from slimebus.sweep.runner import Outcome, recorded
+from slimebus.sweep.runner import TrialOutcome, saved_outcome
 from slimebus.view import report
 from slimebus.view.report import STEP_PARTS, WARM_STEPS, Rows, main_dataset
 
@@ -77,41 +77,41 @@ class RunResult(msgspec.Struct):
         return self.state == "done" and bool(self.points)
 
 
-def of_sweep(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> list[RunResult]:
+def read_sweep(sweep: Sweep, outcomes: Mapping[str, TrialOutcome]) -> list[RunResult]:
     """Of each trial that has begun, in order; one that failed early has a state and nothing else."""
     begun = [trial for trial in sweep.trials if outcomes[trial.name].state != "new"]
-    return [_of(sweep.run_dir(t), t.name, t.condition, t.seed, sweep.plan.score, outcomes[t.name]) for t in begun]
+    return [_read_run(sweep.run_dir(t), t.name, t.condition, t.seed, sweep.plan.score, outcomes[t.name]) for t in begun]
 
 
-def of_runs(run_dirs: Sequence[Path], score: str = "", axis: str = "") -> list[RunResult]:
-    """Of runs that exist; of a sweep's folder, of all its trials, which keep their conditions. Others are told apart by their settings.
+def read_runs(run_dirs: Sequence[Path], score: str = "", axis: str = "") -> list[RunResult]:
+    """The results of runs that exist; for a sweep's folder those of its trials, with their conditions. Other runs differ by their settings.
 
     axis: the setting that is compared, max_staleness by default. Raises DataError for a folder without records of a run.
     """
     folders = [run for folder in run_dirs for run in (sorted(p.parent for p in folder.glob("trials/*/trial.json")) or [folder])]
     known = [_settings(folder) for folder in folders]
-    outcomes = [recorded(folder) for folder in folders]
+    outcomes = [saved_outcome(folder) for folder in folders]
     is_one_sweep = all(outcomes) and len({tuple(outcome.condition) for outcome in outcomes if outcome}) == 1
-    conditions = told_apart(known, axis or ETA) if all(known) else [{"run": str(folder)} for folder in folders]
+    conditions = conditions_by_settings(known, axis or ETA) if all(known) else [{"run": str(folder)} for folder in folders]
     found = []
     for folder, settings, outcome, condition in zip(folders, known, outcomes, conditions, strict=True):
         shown = outcome.condition if outcome and is_one_sweep else condition
         seed = int(settings.get("seed", 0))
-        found.append(_of(folder, folder.name, shown, seed, score, outcome or _of_no_sweep(folder, seed)))
+        found.append(_read_run(folder, folder.name, shown, seed, score, outcome or _outcome_without_sweep(folder, seed)))
         if outcome is None and not found[-1].steps:
             raise DataError(f"{folder}: no trained step on record (metrics/trainer.jsonl)")
     return sorted(found, key=lambda run: [(number(label) or 0.0, label) for label in run.condition.values()])
 
 
-def _of_no_sweep(folder: Path, seed: int) -> Outcome:
+def _outcome_without_sweep(folder: Path, seed: int) -> TrialOutcome:
     """Of a run that no sweep started: done, unless its broker's last status says otherwise."""
     status = report.read_map(folder / "status.json")
     is_done = status.get("state", "finished") == "finished"
     reason = "" if is_done else f"{status['state']} at step {status.get('step')}"
-    return Outcome(condition={}, options={}, seed=seed, state="done" if is_done else "running", reason=reason)
+    return TrialOutcome(condition={}, options={}, seed=seed, state="done" if is_done else "running", reason=reason)
 
 
-def told_apart(settings: Sequence[Mapping[str, str]], axis: str) -> list[Condition]:
+def conditions_by_settings(settings: Sequence[Mapping[str, str]], axis: str) -> list[Condition]:
     """The conditions of runs with these settings: `axis`, and all else that differs, seeds apart, as one more axis.
 
     Where no two runs differ in `axis` alone that is part of the other; where one setting alone differs it is the axis.
@@ -121,7 +121,7 @@ def told_apart(settings: Sequence[Mapping[str, str]], axis: str) -> list[Conditi
     axis = names[0] if len(names) == 1 else axis if axis in names else ""
     rest = [", ".join(f"{n.rpartition('.')[2]}={own.get(n, '')}" for n in names if n != axis) for own in settings]
     if axis and len(set(rest)) == len(set(zip(rest, (own.get(axis) for own in settings), strict=True))) > 1:
-        return told_apart(settings, "")
+        return conditions_by_settings(settings, "")
     return [
         ({"settings": one} if one else {}) | ({axis: own.get(axis, "")} if axis else {}) for own, one in zip(settings, rest, strict=True)
     ]
@@ -137,10 +137,10 @@ def _settings(folder: Path) -> dict[str, str]:
     return {name: text.strip('"') for name, text in found.items()} | ({ETA: label_of(eta)} if eta is not None else {})
 
 
-def _of(run_dir: Path, name: str, condition: Condition, seed: int, score: str, outcome: Outcome) -> RunResult:
+def _read_run(run_dir: Path, name: str, condition: Condition, seed: int, score: str, outcome: TrialOutcome) -> RunResult:
     result = RunResult(name=name, condition=condition, seed=seed, state=outcome.state, reason=outcome.reason, starts=outcome.starts)
     try:
-        found = report.read(run_dir)
+        found = report.read_report(run_dir)
     except DataError:
         return result
     steps, warm = found.steps, found.steps[WARM_STEPS:] or found.steps
@@ -207,7 +207,7 @@ def number(label: str) -> float | None:
         return None
 
 
-def by_condition(results: Iterable[RunResult]) -> dict[tuple[str, ...], list[RunResult]]:
+def group_by_condition(results: Iterable[RunResult]) -> dict[tuple[str, ...], list[RunResult]]:
     """The runs of each condition, in order of their first."""
     found: dict[tuple[str, ...], list[RunResult]] = {}
     for result in results:

@@ -30,7 +30,7 @@ NAME_MISTAKE = "did you mean"
 """In a problem that another trial could not be without: the sweep is refused, and not the trial alone."""
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class TrialOutcome(msgspec.Struct, kw_only=True):
     """trial.json. starts: above 1 for a trial that was begun, killed and gone on with; seconds: of all of them."""
 
     condition: dict[str, str]
@@ -42,25 +42,25 @@ class Outcome(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
 
 
-def recorded(run_dir: Path) -> Outcome | None:
+def saved_outcome(run_dir: Path) -> TrialOutcome | None:
     """What trial.json says; None of a directory that has none. Raises DataError with its path when it is spoilt."""
     file = run_dir / "trial.json"
     try:
-        return msgspec.convert(json.loads(file.read_bytes()), Outcome) if file.is_file() else None
+        return msgspec.convert(json.loads(file.read_bytes()), TrialOutcome) if file.is_file() else None
     except (msgspec.ValidationError, ValueError) as bad:
         raise DataError(f"{file} is spoilt ({bad}); remove it to begin this trial anew") from None
 
 
-def read_outcome(sweep: Sweep, trial: Trial) -> Outcome:
+def read_outcome(sweep: Sweep, trial: Trial) -> TrialOutcome:
     """What became of it so far. Raises UsageError when it was begun with other options."""
-    found = recorded(sweep.run_dir(trial)) or Outcome(condition=trial.condition, options=trial.options, seed=trial.seed)
+    found = saved_outcome(sweep.run_dir(trial)) or TrialOutcome(condition=trial.condition, options=trial.options, seed=trial.seed)
     if found.options != trial.options:
         changed = sorted(n for n in found.options.keys() | trial.options if found.options.get(n) != trial.options.get(n))
         raise UsageError(f"{sweep.run_dir(trial)} was begun with another {', '.join(changed)}; give another sweep_dir, or remove it")
     return found
 
 
-def write_outcome(sweep: Sweep, trial: Trial, outcome: Outcome) -> None:
+def write_outcome(sweep: Sweep, trial: Trial, outcome: TrialOutcome) -> None:
     """Replace trial.json in one move."""
     make_private(sweep.run_dir(trial))
     with replacing(sweep.run_dir(trial) / "trial.json") as file:
@@ -142,7 +142,7 @@ class Runner:
     def scores(self, trial: Trial) -> report.Rows:
         """Its evaluations so far."""
         with contextlib.suppress(DataError):
-            found = report.read(self.sweep.run_dir(trial))
+            found = report.read_report(self.sweep.run_dir(trial))
             return found.evaluations(self.sweep.plan.score or main_dataset(row["dataset"] for row in found.evals))
         return []
 

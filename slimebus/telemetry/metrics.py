@@ -181,16 +181,16 @@ class BusyMeter:
 
     def enter(self) -> None:
         """A piece of work begins."""
-        self._settle()
+        self._add_elapsed()
         self._first_at = self._first_at or self._changed_at
         self._count += 1
 
     def leave(self) -> None:
         """A piece of work ended."""
-        self._settle()
+        self._add_elapsed()
         self._count -= 1
 
-    def _settle(self) -> float:
+    def _add_elapsed(self) -> float:
         now = time.monotonic()
         self._busy_s += now - self._changed_at if self._count else 0.0
         self._changed_at = now
@@ -199,7 +199,7 @@ class BusyMeter:
     @property
     def busy_s(self) -> float:
         """Seconds of work so far."""
-        self._settle()
+        self._add_elapsed()
         return self._busy_s
 
     @property

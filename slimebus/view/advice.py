@@ -30,8 +30,8 @@ class RunShares(msgspec.Struct, kw_only=True, frozen=True):
 
     steps: trained. trainer_idle: share of its time that the trainer waited for batches. worker_idle: share of theirs that workers had
     nothing to sample; None where that is not known. longest_wait: share of the trainer's waiting that one batch had. tokens: trained.
-    lags: staleness in versions -> trained groups. wasted: reason -> tokens sampled in vain. unused: reason -> trained groups that gave no
-    gradient.
+    lags: staleness in versions -> trained groups. wasted: reason -> tokens not trained. unused: reason -> trained groups that gave
+    no gradient.
     """
 
     steps: int

@@ -12,7 +12,7 @@ import msgspec
 
 from slimebus.bus.errors import DataError
 from slimebus.config import RunConfig
-from slimebus.telemetry.formatting import duration
+from slimebus.telemetry.formatting import format_duration
 from slimebus.telemetry.scores import wilson
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ RL phase spent waiting), seed.
 """
 
 
-class Report(msgspec.Struct):
+class RunReport(msgspec.Struct):
     """A run's records. steps: the trainer's rows, each step once; evals: finished evaluations, oldest version first.
 
     workers: for each rollout worker its rows, one for each version it served.
@@ -51,14 +51,14 @@ class Report(msgspec.Struct):
         return [row for row in self.evals if row["dataset"] == dataset and row["mean_reward"] is not None]
 
 
-def read(run_dir: Path) -> Report:
+def read_report(run_dir: Path) -> RunReport:
     """The records under `run_dir`. Raises DataError when it holds none."""
     metrics = run_dir / "metrics"
     steps = {row["step"]: row for row in read_rows(metrics / "trainer.jsonl") if "step" in row}
     if not steps:
         raise DataError(f"{run_dir}: no trained step on record (metrics/trainer.jsonl)")
     evals = {(row["dataset"], row["version"]): row for row in read_rows(metrics / "broker.jsonl") if "evaluation" in row}
-    return Report(
+    return RunReport(
         steps=[steps[s] for s in sorted(steps)],
         evals=[evals[key] for key in sorted(evals, key=lambda k: k[1])],
         workers=[read_rows(file) for file in sorted(metrics.glob("rollout-*.jsonl"))],
@@ -100,7 +100,7 @@ def page_url(run_dir: Path) -> str:
     return ""
 
 
-def summarise(report: Report) -> dict[str, Any]:
+def summarise(report: RunReport) -> dict[str, Any]:
     """Steps, lag, dropped groups by reason, delta size and idle shares of a run (the keys of result.json)."""
     steps = report.steps
     samples = [row.get("num_samples", 0.0) for row in steps]
@@ -110,14 +110,14 @@ def summarise(report: Report) -> dict[str, Any]:
         "steps": len(steps),
         "lag_mean": round(sum(row["lag_mean"] * n for row, n in zip(steps, samples, strict=True)) / (sum(samples) or 1.0), 4),
         "lag_max": int(max(row["lag_max"] for row in steps)),
-        "dropped": dropped(report.status),
+        "dropped": dropped_groups(report.status),
         "delta_fraction": round(fmean(deltas or [0.0]), 4),
         "trainer_idle": round(trainer_idle(steps), 4),
         "worker_idle": round(worker_idle(report.workers), 4),
     }
 
 
-def result(report: Report, dataset: str, config: RunConfig) -> dict[str, Any]:
+def make_result(report: RunReport, dataset: str, config: RunConfig) -> dict[str, Any]:
     """The keys of result.json that the records of one run tell; those of the accuracy when `dataset` was evaluated twice or more."""
     found = {**summarise(report), "max_staleness": config.broker.most_stale, "rl_s": report.steps[-1]["elapsed_s"], "seed": config.seed}
     evals = report.evaluations(dataset)
@@ -127,7 +127,7 @@ def result(report: Report, dataset: str, config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def dropped(status: dict[str, Any]) -> dict[str, int]:
+def dropped_groups(status: dict[str, Any]) -> dict[str, int]:
     """Groups that were sampled and trained nothing, by reason: wasted ones, and those that were trained without a gradient."""
     found = {reason: waste["groups"] for reason, waste in status.get("waste", {}).items() if waste["groups"]}
     unused = {name.removeprefix(UNUSED): n for name, n in status.get("counted", {}).items() if name.startswith(UNUSED)}
@@ -184,8 +184,8 @@ def _with_interval(mean: float, n: int) -> str:
 
 
 def _time(result: Result) -> str:
-    in_all = f" of RL, {duration(result['total_s'])} in all" if "total_s" in result else ""
-    return f"{duration(result['rl_s'])}{in_all}"
+    in_all = f" of RL, {format_duration(result['total_s'])} in all" if "total_s" in result else ""
+    return f"{format_duration(result['rl_s'])}{in_all}"
 
 
 def _dropped(result: Result) -> str:

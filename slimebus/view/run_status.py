@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimebus.bus.errors import DataError, SlimebusError
 from slimebus.bus.messages import Status, StatusReply
-from slimebus.client.connect import broker_address, is_listening, visit
+from slimebus.client.connect import broker_address, connect_without_joining, is_listening
 from slimebus.config import Resolved
 from slimebus.view.report import read_map
 
@@ -56,12 +56,12 @@ class RunStatus:
         return self.status.get("state") == "finished"
 
     def poll(self, patience_s: float = 0.0) -> None:
-        """Ask the broker; one that was started again may have another address. patience_s: how long to wait until one listens."""
+        """Ask the broker; one that was restarted may have another address. patience_s: how long to wait until one listens."""
         try:
             if self._client is None:
                 self._address = ""
                 self._address = broker_address(self.resolved, self.broker)
-                asked = visit(self.resolved, self._address, what=self.what, role="viewer", patience_s=patience_s)
+                asked = connect_without_joining(self.resolved, self._address, what=self.what, role="viewer", patience_s=patience_s)
                 self._client = self._opened.enter_context(asked)
             self.status = ask_status(self._client, self.timeout_s)
             self.made_at, self.problem = time.time(), None

@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from slimebus.bus.envelope import one_line
-from slimebus.telemetry.formatting import columns, count, duration
+from slimebus.telemetry.formatting import align_columns, format_count, format_duration
 from slimebus.view.report import main_dataset
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def brief(status: Status, *, is_supervised: bool) -> list[str]:
     lines += [f"  {label:<{LABEL_WIDTH}}{text}" for label, text in texts.items()]
     for head, *rows in tables(status):
         if rows and (limit := BRIEF_ROWS.get(head[0])):
-            lines += ["", *(f"  {line}" for line in columns(rows[:limit], head))]
+            lines += ["", *(f"  {line}" for line in align_columns(rows[:limit], head))]
             lines += [f"  and {len(rows) - limit} more (--json)"] if len(rows) > limit else []
     waits = [f"  {sentence}" for sentence in status["waiting"]]
     return [one_line(line) for line in [*filter(None, [_stalled(status)]), *lines, *([""] if waits else []), *waits]]
@@ -110,7 +110,7 @@ def tables(status: Status) -> list[Table]:
     measured = [name for name in STEP_COLUMNS if any(name in metrics for _, metrics in steps)]
     scored = [row for row in reversed(status["evaluations"]) if row["done"]]
     lags, total = status["lag"]["histogram"], max(1, sum(status["lag"]["histogram"].values()))
-    wasted = [[f"wasted: {why}", str(one["groups"]), count(one["tokens"])] for why, one in status["waste"].items()]
+    wasted = [[f"wasted: {why}", str(one["groups"]), format_count(one["tokens"])] for why, one in status["waste"].items()]
     return [
         [
             ["process", "role", "state", "lag", "groups", "tokens/s", "last heard"],
@@ -139,14 +139,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def time_left(elapsed_s: float, steps_left: int, step_s: float) -> str:
     """Time that the trainer took, and the time that the remaining steps take at `step_s` each; 0: not known yet."""
     if steps_left <= 0 or not step_s:
-        return duration(elapsed_s)
-    return f"{duration(elapsed_s)}, {duration(steps_left * step_s)} left"
+        return format_duration(elapsed_s)
+    return f"{format_duration(elapsed_s)}, {format_duration(steps_left * step_s)} left"
 
 
 def text_of(value: Any) -> str:
     """A value of the status in few characters."""
     if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else count(value)
+        return f"{value:.3g}" if abs(value) < 1000 else format_count(value)
     return "-" if value in (None, "") else str(value)
 
 
@@ -178,8 +178,9 @@ def _speed(status: Status, last: Mapping[str, float]) -> str:
     seconds = last.get("elapsed_s", 0.0) - first.get("metrics", {}).get("elapsed_s", 0.0)
     made_per_s = made / seconds if made > 0 and seconds > 0 else sum(_lifetime_rate(worker["metrics"]) for worker in workers)
     if status["state"] == "finished":
-        return f"trainer {count(trained)}, workers {count(made_per_s)}"
-    return f"trainer {count(trained)}, {len(workers)} worker{'' if len(workers) == 1 else 's'} {count(made_per_s if workers else 0.0)}"
+        return f"trainer {format_count(trained)}, workers {format_count(made_per_s)}"
+    num_workers = f"{len(workers)} worker{'' if len(workers) == 1 else 's'}"
+    return f"trainer {format_count(trained)}, {num_workers} {format_count(made_per_s if workers else 0.0)}"
 
 
 def _lifetime_rate(metrics: Mapping[str, float]) -> float:
@@ -194,7 +195,7 @@ def _has_left(client: Mapping[str, Any]) -> bool:
 def _process(client: Mapping[str, Any], newest: int) -> list[str]:
     version, metrics = client["version"], client["metrics"]
     lag = "-" if version is None or version < 0 else str(newest - version)
-    speed = count(_lifetime_rate(metrics)) if "serving_s" in metrics else "-"
+    speed = format_count(_lifetime_rate(metrics)) if "serving_s" in metrics else "-"
     name = (
         client["name"]
         if len(client["name"]) <= NAME_WIDTH
@@ -205,7 +206,11 @@ def _process(client: Mapping[str, Any], newest: int) -> list[str]:
 
 def _warnings(status: Status) -> dict[str, str]:
     """What is not as it should be, label to text."""
-    waste = (f"{one['groups']} groups {reason} ({count(one['tokens'])} tokens)" for reason, one in status["waste"].items() if one["groups"])
+    waste = (
+        f"{one['groups']} groups {reason} ({format_count(one['tokens'])} tokens)"
+        for reason, one in status["waste"].items()
+        if one["groups"]
+    )
     counted = status.get("counted", {})
     ended = [row for row in status["evaluations"][-1:] if row["done"] and row["reason"]]
     failed, dead, skipped = counted.get("samples failed"), status["groups"].get("dead"), status.get("source", {}).get("skipped")
@@ -279,7 +284,7 @@ def _fit(tables: Sequence[Table], width: int, height: int) -> "list[Text]":
 
 def _narrowed(table: Table, width: int) -> list[str]:
     """The table without its last columns, where it would be wider than this."""
-    while max(map(len, lines := columns(table))) > width and len(table[0]) > 1:
+    while max(map(len, lines := align_columns(table))) > width and len(table[0]) > 1:
         table = [row[:-1] for row in table]
     return lines
 
@@ -289,4 +294,4 @@ def _cut(lines: list[str], room: int) -> list[str]:
 
 
 def _side_by_side(blocks: Sequence[Sequence[str]]) -> list[str]:
-    return columns(zip_longest(*blocks, fillvalue=""), gap=GAP)
+    return align_columns(zip_longest(*blocks, fillvalue=""), gap=GAP)

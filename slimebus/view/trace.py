@@ -107,12 +107,12 @@ def _spans(run_dir: Path) -> Iterator[SpanRow]:
         yield SpanRow(process, name, begin + offset, seconds, row)
 
 
-def work(spans: Iterable[SpanRow]) -> list[SpanRow]:
+def work_spans(spans: Iterable[SpanRow]) -> list[SpanRow]:
     """What trainer and workers did, without the broker's records of steps, unless there is nothing else."""
     return [span for span in spans if span.process != BROKER] or list(spans)
 
 
-def lives(spans: Sequence[SpanRow], step: int) -> list[SpanRow]:
+def sample_lives(spans: Sequence[SpanRow], step: int) -> list[SpanRow]:
     """The life of each sample that a step trained, a lane each, and what trainer and workers did meanwhile. Raises DataError."""
     steps = {span.about["step"]: span.about for span in spans if span.process == BROKER and "lives" in span.about}
     if step not in steps:

@@ -43,21 +43,21 @@ def rows(quick: bool) -> list[Row]:
     return [*_async_rows(ahead, on_policy), *_trl_rows(pairs), *_share_rows(ahead)]
 
 
-def _learn(run_dir: Path, warm: Path, eta: int, steps: int, seed: int = 0) -> report.Report:
+def _learn(run_dir: Path, warm: Path, eta: int, steps: int, seed: int = 0) -> report.RunReport:
     import quickstart
 
     folder = run_dir / f"eta-{eta}-{steps}-{seed}"
     changes = {"seed": seed, "model.hf_checkpoint": warm, "broker.max_staleness": eta, "rollout.num_rollout": steps}
     changes["optimizer.lr_decay_iters"] = STEPS
     quickstart.run_stage(f"GRPO eta {eta} seed {seed}", quickstart.write_run("run.yaml", folder, run_dir, changes))
-    return report.read(folder)
+    return report.read_report(folder)
 
 
 def _trl(warm: Path, data: Path, steps: int, seed: int) -> dict[str, Any]:
     return measured("trl_baseline.py", json.dumps({"model": str(warm), "data": str(data), "steps": steps, "seed": seed}))
 
 
-def time_to_goal(found: report.Report) -> float | None:
+def time_to_goal(found: report.RunReport) -> float | None:
     """Seconds of training until held-out accuracy reached 0.90; None if it never did."""
     start = found.steps[0]["time"] - found.steps[0]["elapsed_s"]
     times = [0.0, *(r["time"] - start for r in found.steps)]
@@ -65,13 +65,13 @@ def time_to_goal(found: report.Report) -> float | None:
     return trl_baseline.time_to_goal(curve)
 
 
-def samples_per_s(found: report.Report) -> float:
+def samples_per_s(found: report.RunReport) -> float:
     """Samples trained a second once warm, evaluations and checkpoints included."""
     first, last = found.steps[report.WARM_STEPS], found.steps[-1]
     return float(sum(r["num_samples"] for r in found.steps[report.WARM_STEPS + 1 :]) / (last["time"] - first["time"]))
 
 
-def _async_rows(ahead: report.Report, on_policy: report.Report) -> list[Row]:
+def _async_rows(ahead: report.RunReport, on_policy: report.RunReport) -> list[Row]:
     fast, slow = time_to_goal(ahead), time_to_goal(on_policy)
     found = [row("async_samples_gain", samples_per_s(ahead), "samples/s", samples_per_s(on_policy), "")]
     if fast is not None and slow is not None:
@@ -79,7 +79,7 @@ def _async_rows(ahead: report.Report, on_policy: report.Report) -> list[Row]:
     return found
 
 
-def _trl_rows(pairs: Sequence[tuple[report.Report, dict[str, Any]]]) -> list[Row]:
+def _trl_rows(pairs: Sequence[tuple[report.RunReport, dict[str, Any]]]) -> list[Row]:
     """Ours and TRL's of each seed."""
     speeds = [(samples_per_s(ours), trl["samples_per_s"]) for ours, trl in pairs]
     found = _median_rows("vs_trl", "samples/s", [(*speed, speed[0] / speed[1]) for speed in speeds], ">= 2.5")
@@ -97,7 +97,7 @@ def _median_rows(name: str, unit: str, seeds: Sequence[tuple[Any, Any, float]], 
     return [row(name, ours, unit, theirs, goal, ratio=ratio), spread]
 
 
-def _share_rows(ahead: report.Report) -> list[Row]:
+def _share_rows(ahead: report.RunReport) -> list[Row]:
     made = report.summarise(ahead)
     idle = {"trainer_idle": made["trainer_idle"], "worker_idle": made["worker_idle"]}
     bottleneck = min(idle, key=lambda name: idle[name])

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from bench_row import Row, row
 
-from rollout.embedded.model_config import ModelConfig
+from rollout.embedded.model_config import EmbeddedModelConfig
 from rollout.embedded.model_weights import expected_shapes
 from rollout.engines.pool import EnginePool
 from rollout.weights.sync import WeightSync
@@ -76,7 +76,7 @@ def make_model(directory: Path, config: dict[str, Any]) -> Tensors:
     """A model directory of random weights; its tensors as bits of bfloat16."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    shapes = expected_shapes(ModelConfig.read(directory))
+    shapes = expected_shapes(EmbeddedModelConfig.read(directory))
     rng = np.random.default_rng(0)
     block = (rng.standard_normal(1 << 22, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
     tensors = {name: np.resize(block.astype(np.uint16), shape) for name, shape in shapes.items()}

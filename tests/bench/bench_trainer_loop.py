@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
-from trainer.batches.batch import Batch, Group  # noqa: E402
+from trainer.batches.batch import Batch, TrainingGroup  # noqa: E402
 from trainer.batches.flatten import flatten  # noqa: E402
 from trainer.batches.packing import MicroBatch, RankLayout, pack, pack_row, plan_rows  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
@@ -38,7 +38,7 @@ WARM = 2
 
 def batch_of(samples: Sequence[Sample]) -> Batch:
     """These samples, all in one group."""
-    return flatten([Group("g", list(samples))])
+    return flatten([TrainingGroup("g", list(samples))])
 
 
 def all_samples() -> list[Sample]:
@@ -138,7 +138,7 @@ def row_counts() -> dict[str, float]:
 
 def passes(policy: Policy, rounds: int) -> dict[str, float]:
     """A training step with one optimizer step, and the same behind a forward pass for old_logprobs, in turn."""
-    groups = [Group(str(index), made_group(index)) for index in range(GROUPS)]
+    groups = [TrainingGroup(str(index), made_group(index)) for index in range(GROUPS)]
     return median_of(
         rounds,
         {

@@ -102,7 +102,7 @@ def _run(folder: Path, name: str, steps: int, changes: dict[str, Any], *, worker
             raise SlimebusError(f"slimebus up ended with code {up.returncode}; its log: {folder / name}.log")
     own, machine, seconds = _between(first, last)
     warm_steps = steps - int(WARM_SHARE * steps)
-    rows = report.read(run_dir).steps
+    rows = report.read_report(run_dir).steps
     elapsed_s = rows[-1]["elapsed_s"] - rows[-1 - warm_steps]["elapsed_s"]
     lag = fmean(row["lag_mean"] for row in rows[-warm_steps:])
     return Measured(run_dir, warm_steps / elapsed_s, lag, own / warm_steps, max(0.0, machine - own) / seconds)

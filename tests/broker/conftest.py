@@ -8,11 +8,11 @@ import pytest
 from made_samples import frames, made
 from numbered_prompts import NumberedPrompts
 
-from broker.machine import Machine
-from broker.service import RESTORED_TABLES
+from broker.request_loop import RESTORED_TABLES
 from broker.state.effects import Address, Event, Note, Notify, Record, Reply, StepHistory, Write
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
+from broker.state_machine import StateMachine
 from broker.store import MemoryStore
 from slimebus.bus import envelope
 from slimebus.bus import messages as m
@@ -37,9 +37,9 @@ class Desk:
         self._burst: list[Event] | None = None
         self.machine = self._boot()
 
-    def _boot(self) -> Machine:
+    def _boot(self) -> StateMachine:
         how: dict[str, Any] = {"first_id": self.first_id, "buffer_filter": self.buffer_filter}
-        machine = Machine(self.rules, self.source, run="r", max_message_bytes=10_000, **how)
+        machine = StateMachine(self.rules, self.source, run="r", max_message_bytes=10_000, **how)
         machine.restore([(t, k, v) for t in RESTORED_TABLES for k, v in self.store.scan(t)], self.now)
         return machine
 
@@ -93,7 +93,7 @@ class Desk:
             key=key,
         )
         if self._burst is None:
-            lost = self.machine.holders([event]) if is_alone else ()
+            lost = self.machine.conflicting_peers([event]) if is_alone else ()
             self.perform(self.machine.apply([event], self.now, store_problem=self.store_problem, lost_peers=lost))
         else:
             self._burst.append(event)

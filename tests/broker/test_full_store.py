@@ -12,7 +12,7 @@ from made_samples import frames, made
 from manual_clock import ManualClock
 from numbered_prompts import NumberedPrompts
 
-from broker.service import Broker
+from broker.request_loop import Broker
 from broker.state.effects import StepHistory
 from broker.state.rules import Rules
 from broker.store import MemoryStore, StoreError, StoreRefusal, Write

@@ -20,10 +20,10 @@ from made_samples import frames, made
 
 from broker.inspect.reader import open_snapshot
 from broker.inspect.verify import verify
-from broker.service import RESTORED_TABLES
+from broker.request_loop import RESTORED_TABLES
 from broker.state.effects import Address, Event
 from broker.state.groups import COMMITTED, LEASED, QUEUED
-from broker.state.rules import EvalDataset
+from broker.state.rules import HeldOutSet
 from broker.store import LmdbStore, Write
 from broker.store.interface import TABLES
 from slimebus.bus import envelope
@@ -32,7 +32,7 @@ from slimebus.bus import messages as m
 GOLDEN, ROOT = Path(__file__).parent / "golden", Path(__file__).parents[2]
 RELEASE: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 MAP_BYTES = 1 << 20
-HELD = {"held": EvalDataset(num_prompts=1)}
+HELD = {"held": HeldOutSet(num_prompts=1)}
 RULES: dict[str, Any] = {"eval_datasets": HELD, "max_attempts": 1, "max_staleness": 4, "buffer_capacity": 64}
 Session = list[tuple[list[bytes], str]]
 

@@ -36,7 +36,7 @@ from live_run import Process, Run  # noqa: E402
 from load_attack import LoadAttack, Report  # noqa: E402
 from outage import outage  # noqa: E402
 
-from broker.process import VALIDATE  # noqa: E402
+from broker.main import VALIDATE  # noqa: E402
 from broker.source import FileRows, FileSource  # noqa: E402
 from broker.state.groups import Group  # noqa: E402
 from broker.state.records import Meta, StepRecord  # noqa: E402
@@ -73,7 +73,7 @@ def keep(samples):
 
 
 class Keeper:
-    """One process that is started again whenever it has ended. `why`: the fault that ended it last; empty: it ended by itself."""
+    """One process that is restarted whenever it has ended. `why`: the fault that ended it last; empty: it ended by itself."""
 
     def __init__(self, name: str, start: Callable[..., Process]) -> None:
         self.name, self._start, self._flags = name, start, list[str]()

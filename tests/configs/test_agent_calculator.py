@@ -12,7 +12,7 @@ import pytest
 from rollout.samples.response import Response, Task
 from rollout.samples.session import Session
 from rollout.samples.tokenizer import Tokenizer
-from slimebus.process import hooks
+from slimebus.hooks import hooks
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs" / "agent-calculator"
 

@@ -217,7 +217,7 @@ def test_a_stage_that_fails_shows_the_end_of_its_log(tmp_path: Path, monkeypatch
     log.write_text("\n".join(f"line {i}" for i in range(100)))
     failed = SimpleNamespace(name="trainer", log_file=log, process=SimpleNamespace(returncode=1))
     monkeypatch.setattr(quickstart, "resolve", lambda file: None)
-    monkeypatch.setattr(quickstart, "LocalRun", lambda *_, **__: SimpleNamespace(run=lambda: 1, failed=failed))
+    monkeypatch.setattr(quickstart, "Supervisor", lambda *_, **__: SimpleNamespace(run=lambda: 1, failed=failed))
     with pytest.raises(SlimebusError, match="trainer ended with code 1") as bad:
         quickstart.run_stage("GRPO", tmp_path / "run.yaml")
     assert "line 99" in bad.value.text

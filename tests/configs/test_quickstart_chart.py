@@ -5,7 +5,7 @@ import pytest
 from recipe import load
 
 from slimebus.bus.errors import SlimebusError
-from slimebus.view.report import Report
+from slimebus.view.report import RunReport
 
 chart = load("quickstart/chart.py")
 
@@ -15,15 +15,15 @@ EVALS = [
 ]
 
 
-def run(steps: int = 12) -> Report:
+def run(steps: int = 12) -> RunReport:
     rows: list[dict[str, Any]] = [
         {"time": 100 + 0.5 * s, "elapsed_s": 0.5 * s, "step": s - 1, "reward": 0.05 * s, "lag_mean": 1.5, "lag_max": 2}
         for s in range(1, steps + 1)
     ]
-    return Report(steps=rows, evals=EVALS, workers=[], status={})
+    return RunReport(steps=rows, evals=EVALS, workers=[], status={})
 
 
-def draw(report: Report, path: Path, bound: float = 2) -> None:
+def draw(report: RunReport, path: Path, bound: float = 2) -> None:
     chart.draw_curve(report, path, dataset="held", max_staleness=bound, rl_s=80.4, machine="2 CPU cores")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slimebus.config import resolve
-from slimebus.process import hooks
+from slimebus.hooks import hooks
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(file for file in CONFIGS.rglob("*.yaml") if "\nsweep_dir:" not in file.read_text())

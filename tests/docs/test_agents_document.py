@@ -39,7 +39,7 @@ def test_the_agent_calls_its_tool_and_is_rewarded(tmp_path: Path) -> None:
     async def run() -> list[Any]:
         await maker.setup()
         try:
-            return await maker.make(LeasedGroup(group="0/1", lease=1, num_samples=2, deadline_s=60.0), record)
+            return await maker.make_group(LeasedGroup(group="0/1", lease=1, num_samples=2, deadline_s=60.0), record)
         finally:
             await maker.teardown()
 

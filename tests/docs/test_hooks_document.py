@@ -20,7 +20,7 @@ from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample
 from slimebus.config import resolve
 from slimebus.config.schema import RewardName, sections
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.objective.build_objective import build_objective
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
@@ -52,7 +52,7 @@ def make(tmp_path: Path, field: str, example: str, engines: Any, num_samples: in
 
     async def run() -> list[Sample]:
         await maker.setup()
-        samples = await maker.make(leased, msgspec.msgpack.encode(record or {"prompt": "2+2=", "label": "4"}))
+        samples = await maker.make_group(leased, msgspec.msgpack.encode(record or {"prompt": "2+2=", "label": "4"}))
         await maker.teardown()
         return samples
 
@@ -98,7 +98,7 @@ def test_the_class_of_hooks_sees_every_group_counts_and_judges_by_two_tries(tmp_
 
     async def run() -> tuple[list[Sample], list[Sample]]:
         await maker.setup()
-        made = await maker.make(training, record), await maker.make(held, record)
+        made = await maker.make_group(training, record), await maker.make_group(held, record)
         await maker.teardown()
         return made
 
@@ -175,7 +175,7 @@ def test_the_algorithm_clips_rewards_and_leaves_out_what_was_cut_off(tmp_path: P
         ones = np.ones(length + 1, np.float32)
         return Sample(tokens=ones.astype(np.int32), loss_mask=ones.astype(np.uint8), rollout_logprobs=-ones, versions=[], reward=reward)
 
-    batch = objective.batch_of([Group(id="0", samples=[sample(1, 5.0), sample(3, 0.5), sample(2, -1.0)])], 0)
+    batch = objective.batch_of([TrainingGroup(id="0", samples=[sample(1, 5.0), sample(3, 0.5), sample(2, -1.0)])], 0)
     batch = batch.with_columns(objective.advantages(batch))
     assert batch["advantages"][batch.ends - 1] == pytest.approx(np.array([1, 0, -1]) * 0.5 / (6**-0.5 + 1e-4))
     weights = objective.prepare(batch)["loss_weight"].values

@@ -19,7 +19,7 @@ def test_logprobs_and_a_step_in_bf16_are_near_those_of_transformers_in_fp32(tmp_
     from slimebus.bus.samples import Sample
     from slimebus.config import RunConfig
     from slimebus.config.schema import OptimizerConfig
-    from trainer.batches.batch import Group
+    from trainer.batches.batch import TrainingGroup
     from trainer.model.policy import Policy
 
     reference = save_model(tmp_path / "model", seed=1)
@@ -29,7 +29,7 @@ def test_logprobs_and_a_step_in_bf16_are_near_those_of_transformers_in_fp32(tmp_
         logits = reference(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, :-1].log_softmax(-1)
     want = logits.gather(-1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0].numpy()
     rollout = np.concatenate([[0], want]).astype(np.float32)
-    groups = [Group("g", [Sample(rollout_logprobs=rollout, reward=float(i), **sample) for i in range(2)])]
+    groups = [TrainingGroup("g", [Sample(rollout_logprobs=rollout, reward=float(i), **sample) for i in range(2)])]
     policy = Policy.build(RunConfig(optimizer=OptimizerConfig(lr=1e-4)), str(tmp_path / "model"))
     try:
         assert policy.model.config.params_dtype is torch.bfloat16
@@ -45,8 +45,8 @@ def test_a_snapshot_of_gpu_tensors_is_that_of_their_copies_on_the_host() -> None
     from trainer.publish.rank_part import HostSnapshot
 
     tensors = {"a": torch.randn(1000, 33), "b": torch.randn(7)}
-    want = HostSnapshot().take(tensors.items())
-    got = HostSnapshot().take((name, tensor.cuda()) for name, tensor in tensors.items())
+    want = HostSnapshot().copy_to_host(tensors.items())
+    got = HostSnapshot().copy_to_host((name, tensor.cuda()) for name, tensor in tensors.items())
     assert all(np.array_equal(want[name], got[name]) for name in tensors)  # type: ignore[arg-type]
 
 
@@ -58,8 +58,8 @@ def test_versions_of_gpu_tensors_become_each_other_by_their_deltas() -> None:
     torch.manual_seed(0)
     weights = torch.randn(3, 1 << 20, device=DEVICE)
     newer = weights + 1e-3 * torch.randn_like(weights) * (torch.rand_like(weights) < 0.1)
-    before = np.array(HostSnapshot().take([("a", weights)])["a"]).reshape(-1)
-    after = np.array(HostSnapshot().take([("a", newer)])["a"]).reshape(-1)
+    before = np.array(HostSnapshot().copy_to_host([("a", weights)])["a"]).reshape(-1)
+    after = np.array(HostSnapshot().copy_to_host([("a", newer)])["a"]).reshape(-1)
     assert np.array_equal(after, newer.bfloat16().view(torch.int16).cpu().numpy().view(np.uint16).reshape(-1))
     encoded = delta_codec.encode(before, after)
     delta_codec.apply(encoded.payload, before)
@@ -74,7 +74,7 @@ def test_the_share_of_the_devices_peak_is_a_share(tmp_path: Path) -> None:
     from slimebus.bus.samples import Sample
     from slimebus.config import RunConfig
     from slimebus.config.schema import TrainerConfig
-    from trainer.batches.batch import Group
+    from trainer.batches.batch import TrainingGroup
     from trainer.model.policy import Policy
     from trainer.session.step_batch import StepBatch
     from trainer.watch.step_watch import Speed
@@ -86,7 +86,7 @@ def test_the_share_of_the_devices_peak_is_a_share(tmp_path: Path) -> None:
     length = 1024 if DEVICE == "cuda" else 64
     arrays = {"tokens": np.arange(length, dtype=np.int32) % 40, "loss_mask": np.ones(length, np.uint8)}
     arrays["rollout_logprobs"] = np.full(length, -3.0, np.float32)
-    groups = [Group(str(g), [Sample(**arrays, versions=[(0, length)], reward=float(i % 2)) for i in range(8)]) for g in range(8)]
+    groups = [TrainingGroup(str(g), [Sample(**arrays, versions=[(0, length)], reward=float(i % 2)) for i in range(8)]) for g in range(8)]
     config = RunConfig(trainer=TrainerConfig(max_tokens_per_gpu=8192, params_dtype="bfloat16"))
     policy = Policy.build(config, str(tmp_path / "model"))
     try:

@@ -39,7 +39,7 @@ from trainer.compat import cpu_compat
 
 cpu_compat.import_megatron()
 
-from trainer.batches.batch import Batch, Group  # noqa: E402
+from trainer.batches.batch import Batch, TrainingGroup  # noqa: E402
 from trainer.checkpoint import schedule  # noqa: E402
 from trainer.checkpoint.folder import Progress  # noqa: E402
 from trainer.checkpoint.load import load_checkpoint  # noqa: E402
@@ -61,7 +61,7 @@ NONE = torch.empty(0)
 hf_export.PART_BYTES = 1  # of a model so small one rank would publish all
 
 
-def groups(seed: int) -> list[Group]:
+def groups(seed: int) -> list[TrainingGroup]:
     draw = np.random.default_rng(seed)
 
     def sample(prompt: int, reward: float) -> Sample:
@@ -75,7 +75,7 @@ def groups(seed: int) -> list[Group]:
             temperature=(0.7, 1.0, 1.3)[length % 3],
         )
 
-    return [Group(f"g{g}", [sample(3 + g, r) for r in (0.0, 1.0, float(g % 2))]) for g in range(5)]
+    return [TrainingGroup(f"g{g}", [sample(3 + g, r) for r in (0.0, 1.0, float(g % 2))]) for g in range(5)]
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -101,7 +101,7 @@ class SequenceRatio(PolicyGradient):
         return TokenLoss(-ratio * row.advantages + 0.1 * spread, {"ratio": ratio.detach()})
 
 
-def sequence_step(policy: Policy, batch: list[Group] | None, aggregation: str) -> dict[str, float]:
+def sequence_step(policy: Policy, batch: list[TrainingGroup] | None, aggregation: str) -> dict[str, float]:
     """A step with SequenceRatio at learning rate 0; two of a group's three samples are one trajectory."""
     for group in batch or ():
         for i, sample in enumerate(group.samples):
@@ -120,7 +120,7 @@ def sequence_step(policy: Policy, batch: list[Group] | None, aggregation: str) -
 CORRECTIONS = {"m2po": {"m2po_tau": 0.01}, "vcpo": {}, "tis": {"tis_level": "sequence", "tis_batch_normalize": True}}
 
 
-def corrected_step(policy: Policy, batch: list[Group] | None, correction: str) -> dict[str, float]:
+def corrected_step(policy: Policy, batch: list[TrainingGroup] | None, correction: str) -> dict[str, float]:
     """A step with a correction that chooses over the whole optimizer step, at a learning rate that leaves the weights as they are."""
     algorithm = AlgorithmConfig(corrections=[correction], settings=CORRECTIONS[correction])
     config = msgspec.structs.replace(
@@ -139,7 +139,7 @@ class Kept:
     oldest_kept = 0
 
     def __init__(self, policy: Policy) -> None:
-        taken = HostSnapshot().take(policy.export.owned_tensors())
+        taken = HostSnapshot().copy_to_host(policy.export.owned_tensors())
         self.tensors = {name: as_tensor(name, value) for name, value in taken.items()}
 
     def wait(self) -> None: ...
@@ -184,7 +184,7 @@ def train(asked: dict) -> None:
         policy.close()
         return
     seen = {"exported": digest(policy.export.tensors()), "owners": policy.export.owners}
-    assert parallel.share("-" * parallel.rank(), str) == "", "what other ranks give, of any size, does not count"
+    assert parallel.broadcast_value("-" * parallel.rank(), str) == "", "what other ranks give, of any size, does not count"
     seen["owned"] = parallel.gather(digest(policy.export.owned_tensors()), dict)
     seen["logprobs"] = [float(x.sum()) for x in policy.logprobs(batch(0))]
     kept = Kept(policy)

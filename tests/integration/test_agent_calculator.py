@@ -39,7 +39,7 @@ def test_a_model_learns_to_ask_the_calculator(tmp_path: Path, task: Path) -> Non
         for name in SHORT:
             stage = run.command(name, [sys.executable, "-m", "slimebus", "up", str(write(tmp_path, name))])
             stage.ends(0, 300)
-        rows = report.read(tmp_path / "rl").evaluations("heldout")
+        rows = report.read_report(tmp_path / "rl").evaluations("heldout")
         assert [row["version"] for row in rows] == [0, SHORT["run.yaml"]]
         before, after = (row["mean_reward"] for row in rows)
         assert after > before + 0.3, (before, after)

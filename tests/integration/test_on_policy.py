@@ -29,7 +29,7 @@ class HandTrainer(WeightTrainer):
         super().__init__(Client(address, name="by-hand"))
         self.client.join("trainer", timeout_s=30)
 
-    def take(self, step: int) -> list[Sample]:
+    def take_batch(self, step: int) -> list[Sample]:
         reply = take(self.client, step, wait_s=90)
         assert reply.groups, reply.reason
         assert reply.version == step
@@ -90,7 +90,7 @@ def test_at_staleness_0_rollout_logprobs_are_those_of_the_published_weights(tmp_
         try:
             trainer.publish(rounded(weights))
             for step in range(STEPS):
-                samples = trainer.take(step)
+                samples = trainer.take_batch(step)
                 assert len(samples) == 16
                 compare(oracle, weights, samples, version=step)
                 weights = changed(weights, step + 1)

@@ -47,7 +47,7 @@ def test_the_samples_of_an_environment_are_trained(tmp_path: Path, task: Path, m
         rows = run.rows("trainer")
         assert len(rows) == STEPS
         assert any(row["grad_norm"] > 0 for row in rows), rows
-        held = report.read(run.run_dir).evaluations("held")
+        held = report.read_report(run.run_dir).evaluations("held")
         assert [row["version"] for row in held] == [0, STEPS]
         assert all(row["num_samples"] == 3 and row["num_failed"] == 0 for row in held)
         assert run.rows("rollout-w1")[-1]["groups_seen"] >= 4 * STEPS + 2 * 3

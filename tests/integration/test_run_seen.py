@@ -132,7 +132,7 @@ def test_a_step_is_one_trace_of_the_life_of_each_sample(seen: Seen) -> None:
     assert all(after > before - 1 for before, after in pairwise(ends)), "but for the microsecond that a float of seconds since 1970 can err"
     spans = trace.read([seen.run.run_dir])
     (trained,) = [s for s in spans if s.name == "train" and s.about["step"] == 3]
-    by_broker = next(s for s in trace.lives(spans, 3) if s.name == "trained")
+    by_broker = next(s for s in trace.sample_lives(spans, 3) if s.name == "trained")
     assert abs(by_broker.begin - trained.begin) < max(0.2, trained.seconds), "the broker's view of the step is the trainer's"
 
 

@@ -1,4 +1,4 @@
-"""A sweep of real runs, killed in the middle: started again it goes on, and loses and repeats nothing that was recorded."""
+"""A sweep of real runs, killed in the middle: restarted it goes on, and loses and repeats nothing that was recorded."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path: Path, task: Path)
         for eta in (0, 2):
             found = trial(tmp_path / "out", f"max_staleness={eta},seed=0")
             assert (found["state"], found["starts"]) == ("done", 2), second.tail()
-            steps = report.read(tmp_path / "out" / "trials" / f"max_staleness={eta},seed=0").steps
+            steps = report.read_report(tmp_path / "out" / "trials" / f"max_staleness={eta},seed=0").steps
             assert [row["step"] for row in steps] == [0, 1, 2, 3]
             assert max(row["lag_max"] for row in steps) <= eta
         run.assert_none_alive(within_s=10)

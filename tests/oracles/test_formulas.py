@@ -19,7 +19,7 @@ from slimebus.config.schema import AlgorithmConfig, RolloutConfig
 from trainer.batches.batch import Batch, Column
 from trainer.critic.critic import value_loss
 from trainer.objective.build_objective import build_objective
-from trainer.objective.lag_metrics import by_lag
+from trainer.objective.lag_metrics import metrics_by_lag
 from trainer.objective.objective import Objective
 from trainer.objective.returns import gae, token_rewards
 
@@ -167,5 +167,5 @@ def test_the_critics_returns_and_loss_are_verls(seed: int, answers: Any) -> None
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_how_far_the_policy_is_from_the_sampler_is_verls(seed: int, answers: Any) -> None:
-    metrics, theirs = by_lag(batch_of(NUMBERS["verl"][seed]), None, None), answers["verl"][seed]["metrics"]
+    metrics, theirs = metrics_by_lag(batch_of(NUMBERS["verl"][seed]), None, None), answers["verl"][seed]["metrics"]
     assert {name: metrics[f"lag/all/{name}"] for name in theirs} == SAME(theirs)

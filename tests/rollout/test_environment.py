@@ -53,7 +53,7 @@ def make(base: Path, policy: Any, row: int, name: str = "sums") -> list[Sample]:
     async def run() -> list[Sample]:
         await maker.setup()
         try:
-            return await maker.make(LeasedGroup(group="0/1", lease=1, num_samples=1, deadline_s=60.0, sampling={}), record)
+            return await maker.make_group(LeasedGroup(group="0/1", lease=1, num_samples=1, deadline_s=60.0, sampling={}), record)
         finally:
             await maker.teardown()
 
@@ -133,7 +133,9 @@ def test_a_prompt_of_another_source_is_refused(base: Path) -> None:
     async def run() -> None:
         await maker.setup()
         try:
-            await maker.make(LeasedGroup(group="0/1", lease=1, num_samples=1, deadline_s=60.0), msgspec.msgpack.encode({"prompt": "2+2"}))
+            await maker.make_group(
+                LeasedGroup(group="0/1", lease=1, num_samples=1, deadline_s=60.0), msgspec.msgpack.encode({"prompt": "2+2"})
+            )
         finally:
             await maker.teardown()
 

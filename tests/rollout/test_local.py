@@ -14,7 +14,7 @@ from tiny_model import save_served
 
 from rollout import local
 from rollout.engines.pool import EnginePool
-from rollout.local import records
+from rollout.local import read_prompts
 from slimebus.bus.errors import DataError
 from slimebus.cli.root import root
 from slimebus.client.exported_groups import read_groups
@@ -204,11 +204,11 @@ def test_held_out_prompts_may_be_parquet(tmp_path: Path, model: Path, data: Path
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), tmp_path / "data.parquet")
     resolved = resolve(run_yaml(tmp_path, model))
-    assert list(records(resolved, "data.parquet@[1:3]")) == list(records(resolved, "data.jsonl@[1:3]"))
+    assert list(read_prompts(resolved, "data.parquet@[1:3]")) == list(read_prompts(resolved, "data.jsonl@[1:3]"))
 
 
 def test_a_malformed_prompt_is_told_with_file_and_line(tmp_path: Path, model: Path, data: Path) -> None:
     data.write_text('{"prompt": "a"}\n\n{"prompt": 3}\n')
     resolved = resolve(run_yaml(tmp_path, model))
     with pytest.raises(DataError, match=rf"{data}:3: 'prompt' "):
-        list(records(resolved, "data.jsonl"))
+        list(read_prompts(resolved, "data.jsonl"))

@@ -1,6 +1,6 @@
-"""The simulated broker process: the real state machine in a shell like broker/service.py, which may end at any point of a turn.
+"""The simulated broker process: the real state machine in a shell like broker/request_loop.py, which may end at any point of a turn.
 
-inbox --burst--> Machine --effects--> [decided] commit [committed] replies, one by one [answering]
+inbox --burst--> StateMachine --effects--> [decided] commit [committed] replies, one by one [answering]
 """
 
 from collections import deque
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from simulation.actor import RUN
 from simulation.disk import Disk
 
-from broker.machine import Machine
-from broker.service import RESTORED_TABLES, RETRY_S
+from broker.request_loop import RESTORED_TABLES, RETRY_S
 from broker.simulate.timeline import Timeline
 from broker.state.effects import Bulk, Effect, Event, Inline, Notify, Reply, StoredPayload, StoredPrompt, Write
+from broker.state_machine import StateMachine
 from broker.store import Damaged, StoreError
 from broker.suspend_tolerant_clock import SuspendTolerantClock
 from slimebus.bus import messages as m
@@ -62,7 +62,7 @@ class BrokerProcess:
 
     def __init__(self, world: "World") -> None:
         self.world, self.disk = world, Disk(world.scenario.durability)
-        self.machine: Machine | None = None
+        self.machine: StateMachine | None = None
         self.unwritten: Unwritten | None = None
         self.inbox: deque[Event] = deque()
         self.crash_at: CrashPoint | None = None
@@ -87,14 +87,14 @@ class BrokerProcess:
         for process in list(world.processes.values()) if self.num_boots > 1 else ():
             process.reconnect()
 
-    def restored(self) -> Machine:
+    def restored(self) -> StateMachine:
         """A machine made from what is on the disk."""
-        machine = Machine(self.world.rules, self.world.scenario.source, run=RUN, first_id=int(self.clock.time() * 1000))
+        machine = StateMachine(self.world.rules, self.world.scenario.source, run=RUN, first_id=int(self.clock.time() * 1000))
         machine.restore([(t, k, v) for t in RESTORED_TABLES for k, v in self.disk.scan(t)], self.broker_clock.now)
         return machine
 
     def crash(self, *, down_s: float, torn: int = 0) -> None:
-        """kill -9, or with `torn` a power cut that takes the last transactions along. It is started again `down_s` later.
+        """kill -9, or with `torn` a power cut that takes the last transactions along. It is restarted `down_s` later.
 
         One that has ended is there no more.
         """
@@ -140,14 +140,14 @@ class BrokerProcess:
             self._sleep(self.machine)
         return len(events)
 
-    def _turn(self, machine: Machine, events: list[Event], now: float) -> None:
+    def _turn(self, machine: StateMachine, events: list[Event], now: float) -> None:
         watch = self.world.invariants
         effects: list[Effect] = []
         problem = self.disk.refusal(0)
         events = self._admitted(events, problem)
         for part in self._parts(events) or [[]]:
             watch.before(machine, part)
-            lost = {peer for peer in machine.holders(part) if not self.world.is_connected(peer)}
+            lost = {peer for peer in machine.conflicting_peers(part) if not self.world.is_connected(peer)}
             decided = machine.apply(part, now, store_problem=problem, lost_peers=lost)
             watch.applied(machine, part, decided)
             effects += decided
@@ -163,7 +163,7 @@ class BrokerProcess:
             return [events]
         return [[event] for event in events]
 
-    def _perform(self, machine: Machine, effects: Sequence[Effect]) -> None:
+    def _perform(self, machine: StateMachine, effects: Sequence[Effect]) -> None:
         if not effects:  # nothing happened: there is nothing to look at, and long waits have thousands of such turns
             return
         writes: dict[tuple[str, str], Write] = {}
@@ -181,7 +181,7 @@ class BrokerProcess:
             self._may_crash("committed")
         self._say(machine, effects)
 
-    def _say(self, machine: Machine, effects: Sequence[Effect]) -> None:
+    def _say(self, machine: StateMachine, effects: Sequence[Effect]) -> None:
         self.world.invariants.committed(machine)
         self._answer(machine, [e for e in effects if isinstance(e, Reply)])
         for effect in effects:
@@ -199,7 +199,7 @@ class BrokerProcess:
                 self.world.answer(event.to, m.Error(code="disk_full", text=full, retryable=True), [])
         return [event for event in events if not event.bulk]
 
-    def _turn_blocked(self, machine: Machine, burst: Unwritten, events: list[Event]) -> None:
+    def _turn_blocked(self, machine: StateMachine, burst: Unwritten, events: list[Event]) -> None:
         """Nothing is decided or told, and no time counts, until what was decided is written."""
         for event in events:
             self.world.answer(event.to, m.Error(code=burst.problem.code, text=burst.problem.text, retryable=True), [])
@@ -219,7 +219,7 @@ class BrokerProcess:
         self.disk.commit(writes)
         self._may_crash("committing")
 
-    def _answer(self, machine: Machine, replies: list[Reply]) -> None:
+    def _answer(self, machine: StateMachine, replies: list[Reply]) -> None:
         last = self.world.random.randrange(len(replies) + 1) if self.crash_at == "answering" else -1
         for i, reply in enumerate(replies):
             if i == last:
@@ -261,7 +261,7 @@ class BrokerProcess:
         if self.crash_at == point:
             raise Crashed
 
-    def _sleep(self, machine: Machine) -> None:
+    def _sleep(self, machine: StateMachine) -> None:
         if self.inbox:
             self._wake_at = self.world.now
             return

@@ -8,7 +8,7 @@ from rollout.engines import engine_state
 from rollout.engines.engine_state import EngineState, PoolState
 
 _do, _detach, _start_failed, _load_verified, _behind = (
-    PoolState._do, PoolState._detach, PoolState._start_failed, PoolState._load_verified, PoolState._behind,
+    PoolState._emit_action, PoolState._detach, PoolState._start_failed, PoolState._load_verified, PoolState._engines_behind,
 )  # fmt: skip
 
 
@@ -60,16 +60,16 @@ ENGINE_MUTATIONS: dict[str, Patch] = {
         engine_state, "MOVES", engine_state.MOVES | {("draining", "verified"): "serving"},
     ),
     "the version that was asked for is believed": (PoolState, "_load_verified", _believe),
-    "requests stay at an engine that is taken out of service": (PoolState, "_do", _without("end_requests")),
-    "a load goes on at an engine that is taken out of service": (PoolState, "_do", _without("cancel_load")),
-    "an engine whose load was cut off stays paused": (PoolState, "_do", _without("resume")),
-    "nobody is told that the last engine was lost": (PoolState, "_do", _without("lost")),
+    "requests stay at an engine that is taken out of service": (PoolState, "_emit_action", _without("end_requests")),
+    "a load goes on at an engine that is taken out of service": (PoolState, "_emit_action", _without("cancel_load")),
+    "an engine whose load was cut off stays paused": (PoolState, "_emit_action", _without("resume")),
+    "nobody is told that the last engine was lost": (PoolState, "_emit_action", _without("lost")),
     "other weights than an engine was given are not noticed": (PoolState, "_version_found", lambda pool, engine, found: None),
     "an attached engine that hangs stays in service": (PoolState, "_probe_failed", _only_ours_hang),
     "the others wait for an engine that hangs in a load": (PoolState, "_probe_failed", _never_held_up),
     "an engine that is detached waits for its requests without end": (PoolState, "_detach", _wait_without_end),
     "a start that failed is not tried again": (PoolState, "_start_failed", _fail_for_good),
-    "a version that was published during a load is forgotten": (PoolState, "_behind", _leave_behind),
-    "an engine that failed a load is not given it again": (PoolState, "_behind", lambda pool: []),
+    "a version that was published during a load is forgotten": (PoolState, "_engines_behind", _leave_behind),
+    "an engine that failed a load is not given it again": (PoolState, "_engines_behind", lambda pool: []),
 }  # fmt: skip
 """Name: what is replaced, and by what."""

@@ -44,7 +44,7 @@ def stop_broker(world: "World") -> None:
 
 
 def kill_worker(world: "World") -> None:
-    """kill -9; started again under its name."""
+    """kill -9; restarted under its name."""
     world.random.choice(world.workers).crash()
 
 
@@ -207,21 +207,21 @@ FAULTS: dict[str, tuple[Callable[["World"], None], int]] = {
 """Every fault and how often it happens, beside the others."""
 
 
-def begin(world: "World", only: str = "") -> None:
+def schedule_faults(world: "World", only: str = "") -> None:
     """Have faults happen until the world is calm, all kinds of them or `only` one."""
     names = [only] if only else list(FAULTS)
     weights = [FAULTS[name][1] for name in names]
 
-    def strike() -> None:
+    def inject_fault() -> None:
         if world.is_calm:
             return
         name = world.random.choices(names, weights)[0]
         world.trace(f"FAULT {name}")
         world.faults[name] += 1
         FAULTS[name][0](world)
-        wait()
+        schedule_next()
 
-    def wait() -> None:
-        world.timeline.later(world.random.expovariate(1 / world.scenario.fault_every_s), strike)
+    def schedule_next() -> None:
+        world.timeline.later(world.random.expovariate(1 / world.scenario.fault_every_s), inject_fault)
 
-    wait()
+    schedule_next()

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from simulation.actor import require
 
-from broker.machine import Machine
 from broker.state.broker_state import State
 from broker.state.clients import RECONNECT_S, SILENT_BEATS
 from broker.state.effects import Address, Effect, Event, Note, Notify, Reply
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, READY, TRAIN, Group
-from broker.state.records import Client
+from broker.state.records import ClientRecord
+from broker.state_machine import StateMachine
 from broker.suspend_tolerant_clock import LONGEST_TURN_S, MAX_UNREAD_S
 from slimebus.bus import messages as m
 
@@ -87,10 +87,10 @@ class Invariants:
         if isinstance(reply, m.HeartbeatReply) and not reply.list_leases:
             self._heard.update(heard)
 
-    def before_tick(self, machine: Machine) -> None:
+    def before_tick(self, machine: StateMachine) -> None:
         self._held = dict(machine.state.groups.by_lease)
 
-    def ticked(self, machine: Machine, effects: list[Effect]) -> None:
+    def ticked(self, machine: StateMachine, effects: list[Effect]) -> None:
         """Time has done its work: who was heard, by the true time, keeps what it holds. Each jump of a clock may cost one long turn."""
         for lease, group in self._held.items():
             if lease not in machine.state.groups.by_lease and group.reason == "lease expired":
@@ -103,7 +103,7 @@ class Invariants:
                 )
         self._answered([], machine, effects)
 
-    def before(self, machine: Machine, events: list[Event]) -> None:
+    def before(self, machine: StateMachine, events: list[Event]) -> None:
         self._asked, self._diverged, self._begins_anew = [], False, False
         self._had_drawn = machine.state.meta.cursor
         self._leased_before = set(machine.state.groups.by_lease)  # by the clock an earlier turn may be the same moment
@@ -131,7 +131,7 @@ class Invariants:
         self._forks[resume.lineage] = min([resume.step, *(self._forks[lineage] for lineage in since)])
         return self._forks[resume.lineage]
 
-    def applied(self, machine: Machine, events: list[Event], effects: list[Effect]) -> None:
+    def applied(self, machine: StateMachine, events: list[Event], effects: list[Effect]) -> None:
         """Requests were decided on."""
         self._answered(events, machine, effects)
         replies = {e.to: e.message for e in effects if isinstance(e, Reply)}
@@ -165,8 +165,8 @@ class Invariants:
                 self._check_grant(machine.state, message)
 
     def _note_skipped(self, state: State) -> None:
-        """A broker that lost all it knew, or begins anew, skips as many prompts as the trainer says it has trained; docs/protocol.md, `resume`."""
-        if self._had_drawn == 0 and (self.world.account.lost_suffix or self._freed_before):
+        """A broker that lost all it knew skips as many prompts as the trainer says it has trained; docs/protocol.md, `resume`."""
+        if self._had_drawn == 0 and self.world.account.lost_suffix:
             skipped = {self.world.scenario.source.id_at(position) for position in range(state.meta.cursor)}
             self._freed |= skipped - state.groups.by_id.keys()
 
@@ -194,7 +194,7 @@ class Invariants:
             is_kept_out = any(self.world.is_connected(c.peer) for c in others if c.instance != hello.instance)
             require(is_kept_out, f"a process that is gone keeps {hello.instance} out: {reply.text}")
 
-    def committed(self, machine: Machine) -> None:
+    def committed(self, machine: StateMachine) -> None:
         """A turn is on the disk, and nobody is answered yet."""
         self._turns += 1
         self._durably_in_charge = self._in_charge
@@ -212,14 +212,14 @@ class Invariants:
         self._left = left
 
     @property
-    def _machine(self) -> Machine:
+    def _machine(self) -> StateMachine:
         machine = self.world.broker.machine
         assert machine is not None
         return machine
 
     # --- answers ---
 
-    def _answered(self, events: list[Event], machine: Machine, effects: list[Effect]) -> None:
+    def _answered(self, events: list[Event], machine: StateMachine, effects: list[Effect]) -> None:
         """Each request is answered once or parked; what was parked is answered when it no longer is."""
         self._check_finish(effects)
         state = machine.state
@@ -251,7 +251,7 @@ class Invariants:
         client = None if process is None else state.clients.get(process.name)
         return process is None or client is None or client.instance != process.instance
 
-    def _check_trainer(self, machine: Machine, event: Event, reply: m.Message | None) -> None:
+    def _check_trainer(self, machine: StateMachine, event: Event, reply: m.Message | None) -> None:
         """Only the trainer that resumed last is served."""
         trains = isinstance(event.message, m.Resume | m.Publish | m.Batch | m.Fetch | m.Reject | m.Commit | m.Finish)
         if not trains or reply is None or isinstance(reply, m.Error):
@@ -271,7 +271,7 @@ class Invariants:
         first = self._given.setdefault(("epoch", reply.epoch), to.peer)
         require(first == to.peer, f"epoch {reply.epoch} is given to {first!r} and to {to.peer!r}")
 
-    def granted(self, machine: Machine, to: Address, reply: m.LeaseReply) -> None:
+    def granted(self, machine: StateMachine, to: Address, reply: m.LeaseReply) -> None:
         """Leases leave the broker: the same request has the same ones."""
         leases, before = {group.lease for group in reply.groups}, self._granted.get(to, set())
         is_same = not before or leases <= before or not before & machine.state.groups.by_lease.keys()
@@ -320,7 +320,7 @@ class Invariants:
 
     # --- the whole state ---
 
-    def deep(self, machine: Machine) -> None:
+    def deep(self, machine: StateMachine) -> None:
         """Every prompt is in one place, and nothing is kept that nobody needs."""
         state = machine.state
         self._check_prompts(state)
@@ -400,9 +400,9 @@ def _durable(state: State) -> dict[str, dict[Any, Any]]:
     }
 
 
-def _kept(client: Client) -> list[Any]:
+def _kept(client: ClientRecord) -> list[Any]:
     """What a restart must give back of a client, and of those that wait for its place."""
-    kept = Client.__struct_fields__[: Client.__struct_fields__.index("settings")]
+    kept = ClientRecord.__struct_fields__[: ClientRecord.__struct_fields__.index("settings")]
     return [[_kept(one) for one in client.successors] if field == "successors" else getattr(client, field) for field in kept]
 
 

@@ -9,20 +9,20 @@ import msgspec
 from simulation import broker_process
 
 from broker import suspend_tolerant_clock
-from broker.machine import Machine
 from broker.state import admission, batches, clients, ending, leases, prompts, staleness, timeline, transitions
 from broker.state.broker_state import State
 from broker.state.groups import COMMITTED, LEASED, Group, Groups
 from broker.state.waiting import WaitingRequests
+from broker.state_machine import StateMachine
 from slimebus.bus import sample_table
 from slimebus.bus.messages import BatchReply
 
 Patch = tuple[Any, str, Any]
 
 _apply_transition, _delete, _changed, _sender_of = transitions.apply_transition, State.delete, State.changed, clients.sender_of
-_park, _restore_meta, _drain_effects = WaitingRequests.park, State._restore_meta, Machine._drain_effects
-_reply_with_batch = batches._reply
-_recall = staleness.recall
+_park, _restore_meta, _drain_effects = WaitingRequests.park, State._restore_meta, StateMachine._drain_effects
+_reply_with_batch = batches._batch_reply
+_recall = staleness.recall_lease
 _commit = broker_process.BrokerProcess._commit
 
 
@@ -96,11 +96,11 @@ def _jumping(clock: suspend_tolerant_clock.SuspendTolerantClock) -> float:
 
 def _forget_parked(state: State, client: Any) -> None:
     for step in [step for step, waiting in state.waiting_batches.items() if waiting.client == client.name]:
-        state.waiting_batches.take(step)
+        state.waiting_batches.take_out(step)
 
 
 def _wait_anew(waiting: Any, key: Any, *request: Any) -> None:
-    waiting.take(key)
+    waiting.take_out(key)
     _park(waiting, key, *request)
 
 
@@ -109,7 +109,7 @@ def _stay_finished(state: State, meta: Any) -> None:
     state.meta.finishing = meta.finishing
 
 
-def _deal_first(machine: Machine) -> Any:
+def _deal_first(machine: StateMachine) -> Any:
     leases.deal(machine.state)
     return _drain_effects(machine)
 
@@ -121,8 +121,8 @@ def _answer_otherwise(state: State, step: int) -> BatchReply:
 
 
 MUTATIONS: dict[str, Patch] = {
-    "groups are leased before the batch of the turn is chosen": (Machine, "_drain_effects", _deal_first),
-    "the batch of a step is another one when it is asked for again": (batches, "_reply", _answer_otherwise),
+    "groups are leased before the batch of the turn is chosen": (StateMachine, "_drain_effects", _deal_first),
+    "the batch of a step is another one when it is asked for again": (batches, "_batch_reply", _answer_otherwise),
     "a repeated request waits anew": (WaitingRequests, "park", _wait_anew),
     "names may be of any length": (clients, "check_name", lambda what, name: None),
     "what a put says of its samples is believed": (sample_table, "_check_attempts", lambda table, num_samples: None),
@@ -132,8 +132,8 @@ MUTATIONS: dict[str, Patch] = {
     "a rewind keeps samples of abandoned versions": (transitions, "apply_transition", _keep_abandoned),
     "a run begun anew forgets what was freed": (prompts, "begin_anew", lambda state: None),
     "a rewind leaves old leases": (timeline, "_revoke_leases", lambda state: None),
-    "a living process is replaced without take-over": (clients, "_check_place", lambda state, name, ask: None),
-    "a process that was killed keeps its place": (Machine, "holders", lambda machine, events: set()),
+    "a living process is replaced without take-over": (clients, "_check_place_is_free", lambda state, name, ask: None),
+    "a process that was killed keeps its place": (StateMachine, "conflicting_peers", lambda machine, events: set()),
     "two trainers may train": (timeline, "fence_older_trainers", lambda state, newest: None),
     "a fenced trainer's parked requests are forgotten": (clients, "_answer_fenced", _forget_parked),
     "an older process of the same name is still served": (clients, "sender_of", _ignore_epoch),
@@ -143,7 +143,7 @@ MUTATIONS: dict[str, Patch] = {
         lambda state, client, needs_weights: admission.unready_weights(state, client),
     ),
     "a rewind keeps partials of abandoned versions": (leases, "rewind_partials", lambda state, step, version: None),
-    "a recall has no deadline": (staleness, "recall", _recall_without_deadline),
+    "a recall has no deadline": (staleness, "recall_lease", _recall_without_deadline),
     "partials are never deleted": (State, "delete", _keep_partials),
     "a put needs no lease": (
         leases,

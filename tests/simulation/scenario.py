@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 from numbered_prompts import NumberedPrompts
 
-from broker.state.rules import EvalDataset, Rules
+from broker.state.rules import HeldOutSet, Rules
 
 Durability = Literal["fsync", "os"]
 SLOW_SHARE = 0.01
@@ -102,7 +102,7 @@ def _rules(rng: random.Random, num_steps: int | None, patience: float, *, evalua
         client_timeout_s=6.0 * patience,
         max_attempts=4,
         buffer_capacity=rng.choice([4, 16, 64]),
-        eval_datasets={"held": EvalDataset(num_prompts=3, num_samples=2)} if evaluates else {},
+        eval_datasets={"held": HeldOutSet(num_prompts=3, num_samples=2)} if evaluates else {},
         eval_interval=rng.choice([0, 2]),
         over_sampling=rng.choice([0, 0, 2 * batch_size]),
         masks_offpolicy=rng.random() < 0.7,

@@ -104,7 +104,7 @@ class Trainer(Actor):
             self.world.trainer = Trainer(self.world, self.name)
 
     def _turned_away(self) -> None:
-        """Another trainer lives, and the run counts on it; where it is dead by now, this one is started again."""
+        """Another trainer lives, and the run counts on it; where it is dead by now, this one is restarted."""
         self.die()
         living = [p for p in self.world.processes.values() if isinstance(p, Trainer) and p.epoch]
         if self.world.trainer is self and living:

@@ -104,7 +104,7 @@ class World:
             self.events += 1
             self.timeline.step()
         stalled_s = self.now - max(self._progress_at, self.scenario.calm_at)
-        if self.broker.is_over and not self.trainer.is_done:  # someone still needs it: it is started again
+        if self.broker.is_over and not self.trainer.is_done:  # someone still needs it: it is restarted
             self.broker.start()
         if stalled_s > self._longest_step_s() or self.events > LAST_EVENT:
             raise Broken(f"no progress for {stalled_s:.0f} s: {self._picture()}")
@@ -147,7 +147,7 @@ class World:
         return self.broker.is_over or (self._is_left_alone() and all(worker.is_dead for worker in [*self.workers, *self.guests]))
 
     def _is_left_alone(self) -> bool:
-        """A broker started again after everyone had left waits for more."""
+        """A broker restarted after everyone had left waits for more."""
         machine = self.broker.machine
         return machine is not None and machine.state.meta.finishing and not machine.state.had_members
 

@@ -16,7 +16,7 @@ from trainer.compat import cpu_compat
 cpu_compat.import_megatron()
 
 from slimebus.bus.samples import Sample  # noqa: E402
-from trainer.batches.batch import Group  # noqa: E402
+from trainer.batches.batch import TrainingGroup  # noqa: E402
 from trainer.model.policy import Policy  # noqa: E402
 
 VOCAB_SIZE = 38
@@ -80,7 +80,7 @@ def build_policy() -> Iterator[Callable[..., Any]]:
         built.pop().close()
 
 
-def random_batch(seed: int = 0, num_groups: int = 4, group_size: int = 4) -> list[Group]:
+def random_batch(seed: int = 0, num_groups: int = 4, group_size: int = 4) -> list[TrainingGroup]:
     draw = np.random.default_rng(seed)
 
     def sample(prompt: int, reward: float) -> Sample:
@@ -94,12 +94,12 @@ def random_batch(seed: int = 0, num_groups: int = 4, group_size: int = 4) -> lis
         )
 
     return [
-        Group(id=f"g{g}", samples=[sample(3 + g, reward) for reward in (draw.random(group_size) < 0.5).astype(float).tolist()])
+        TrainingGroup(id=f"g{g}", samples=[sample(3 + g, reward) for reward in (draw.random(group_size) < 0.5).astype(float).tolist()])
         for g in range(num_groups)
     ]
 
 
 @pytest.fixture
-def make_batch() -> Callable[..., list[Group]]:
+def make_batch() -> Callable[..., list[TrainingGroup]]:
     """Groups of random samples by seed."""
     return random_batch

@@ -53,13 +53,13 @@ from slimebus.bus.errors import ConfigError  # noqa: E402
 from slimebus.bus.samples import Sample  # noqa: E402
 from slimebus.config import RunConfig  # noqa: E402
 from slimebus.config.schema import AlgorithmConfig, BrokerConfig, TrainerConfig  # noqa: E402
-from trainer.batches.batch import Group  # noqa: E402
+from trainer.batches.batch import TrainingGroup  # noqa: E402
 from trainer.batches.packing import RankLayout, pack  # noqa: E402
 from trainer.critic.critic import loss_of_values  # noqa: E402
 from trainer.model import gpt, hf_export, parallel, update  # noqa: E402
 from trainer.objective.aggregation import masked_sum  # noqa: E402
 from trainer.objective.build_objective import build_objective  # noqa: E402
-from trainer.objective.plugin_settings import names  # noqa: E402
+from trainer.objective.plugin_settings import plugin_names  # noqa: E402
 from trainer.objective.row import DeviceColumns, Row  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1] / "fixtures"))
@@ -97,7 +97,7 @@ def start(config: RunConfig, rank: int, size: int) -> None:
     parallel.start(config, {})
 
 
-def groups() -> list[Group]:
+def groups() -> list[TrainingGroup]:
     """Two groups of three samples of different lengths and temperatures."""
 
     def sample(length: int, reward: float) -> Sample:
@@ -110,7 +110,7 @@ def groups() -> list[Group]:
             temperature=0.7 if length % 2 else 1.0,
         )
 
-    return [Group(str(g), [sample(5 + 3 * g + i, float(i)) for i in range(3)]) for g in range(2)]
+    return [TrainingGroup(str(g), [sample(5 + 3 * g + i, float(i)) for i in range(3)]) for g in range(2)]
 
 
 def step(model_dir: str, role: Any) -> dict[str, Any]:
@@ -152,9 +152,9 @@ def losses() -> dict[str, list[str]]:
     wanted = ("old_logprobs", "current_logprobs", "advantages")
     batch = mixed.with_columns({name: -ones for name in wanted if name not in mixed})
     broker = BrokerConfig(required_fields=["values", "teacher_logprobs"])
-    of_algorithms = {name: {"advantage_estimator": name} for name in names("algorithms")}
+    of_algorithms = {name: {"advantage_estimator": name} for name in plugin_names("algorithms")}
     settings = {"trm": {"trm_max": 1.0}}
-    of_corrections = {name: {"corrections": [name], "settings": settings.get(name, {})} for name in names("corrections")}
+    of_corrections = {name: {"corrections": [name], "settings": settings.get(name, {})} for name in plugin_names("corrections")}
     for name, given in {**of_algorithms, **of_corrections}.items():
         try:
             objective = build_objective(RunConfig(broker=broker, algorithm=AlgorithmConfig(**given, use_rollout_logprobs=False)))

@@ -20,7 +20,7 @@ class Session:
     def __init__(self, ready_at: int) -> None:
         self.ready_at, self.looks = ready_at, 0
 
-    def take(self, step: int, wait_s: float) -> Any:
+    def take_batch(self, step: int, wait_s: float) -> Any:
         self.looks += 1
         return self if self.looks >= self.ready_at else None
 

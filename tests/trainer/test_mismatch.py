@@ -14,7 +14,7 @@ from slimebus.bus.samples import Sample
 from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from slimebus.weights.messages import VersionGone
 from slimebus.weights.store.version_store import VersionStore
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.mismatch import MAX_SAMPLES, engine_mismatch, load_version, stale_samples
 from trainer.model.optimizer import GradientCosine
 from trainer.model.reference import Reference
@@ -26,11 +26,11 @@ def sample_of(version: int, *more: tuple[int, int]) -> Sample:
 
 
 def test_samples_of_one_stale_version_that_is_kept_are_taken() -> None:
-    groups = [Group("a", [sample_of(3), sample_of(3), sample_of(5), sample_of(1), sample_of(1), sample_of(1)])]
+    groups = [TrainingGroup("a", [sample_of(3), sample_of(3), sample_of(5), sample_of(1), sample_of(1), sample_of(1)])]
     assert [s.versions[1][0] for s in stale_samples(groups, 2, 5)] == [3, 3]
     assert stale_samples(groups, 4, 5) == []
-    assert stale_samples([Group("b", [sample_of(3, (4, 2))])], 0, 5) == [], "two versions made it"
-    assert 1 <= len(stale_samples([Group("c", [sample_of(3)] * 100)], 0, 5)) <= MAX_SAMPLES
+    assert stale_samples([TrainingGroup("b", [sample_of(3, (4, 2))])], 0, 5) == [], "two versions made it"
+    assert 1 <= len(stale_samples([TrainingGroup("c", [sample_of(3)] * 100)], 0, 5)) <= MAX_SAMPLES
 
 
 class Publication:
@@ -40,7 +40,7 @@ class Publication:
         self.store, self.snapshot, self.oldest_kept = VersionStore(keep=4, lineage="L"), HostSnapshot(), 0
 
     def publish(self, policy: Any) -> None:
-        self.store.publish(self.snapshot.take(policy.export.owned_tensors()))
+        self.store.publish(self.snapshot.copy_to_host(policy.export.owned_tensors()))
 
     def wait(self) -> None: ...
 
@@ -53,7 +53,7 @@ class Publication:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_perfect_engine_has_no_mismatch_at_any_lag_and_the_weights_stay(
-    dtype: str, build_policy: Callable[..., Any], make_batch: Callable[..., list[Group]], tied_model: Any
+    dtype: str, build_policy: Callable[..., Any], make_batch: Callable[..., list[TrainingGroup]], tied_model: Any
 ) -> None:
     policy = build_policy(tied_model, optimizer=OptimizerConfig(lr=1e-3), algorithm=AlgorithmConfig(), dtype=dtype)
     publication = Publication()
@@ -62,7 +62,7 @@ def test_a_perfect_engine_has_no_mismatch_at_any_lag_and_the_weights_stay(
     publication.publish(policy)
     rounded = build_rounded(policy, publication.store.restore(0))
     groups = [
-        Group(g.id, [replace(s, rollout_logprobs=logprobs, versions=[(0, len(s.tokens))]) for s, logprobs in of_group])
+        TrainingGroup(g.id, [replace(s, rollout_logprobs=logprobs, versions=[(0, len(s.tokens))]) for s, logprobs in of_group])
         for g, of_group in zip(make_batch(), rounded(make_batch()), strict=True)
     ]
     before = {name: tensor.clone() for name, tensor in policy.model.gpt.state_dict().items() if isinstance(tensor, torch.Tensor)}
@@ -79,10 +79,10 @@ def test_a_perfect_engine_has_no_mismatch_at_any_lag_and_the_weights_stay(
     assert engine_mismatch(policy, publication, groups, 6) == {}, "version 0 is no longer kept"  # type: ignore[arg-type]
 
 
-def build_rounded(policy: Any, tensors: Any) -> Callable[[list[Group]], list[Any]]:
+def build_rounded(policy: Any, tensors: Any) -> Callable[[list[TrainingGroup]], list[Any]]:
     """logprobs of groups under published tensors, as an engine without numerical errors reports them."""
 
-    def of(groups: list[Group]) -> list[Any]:
+    def of(groups: list[TrainingGroup]) -> list[Any]:
         with Reference(policy.model).swapped_in():
             load_version(policy.model, tensors, 0)
             found = iter(policy.logprobs(groups))
@@ -92,7 +92,7 @@ def build_rounded(policy: Any, tensors: Any) -> Callable[[list[Group]], list[Any
 
 
 def test_the_cosine_of_consecutive_gradients_is_that_of_the_flat_ones(
-    build_policy: Callable[..., Any], make_batch: Callable[..., list[Group]], tied_model: Any
+    build_policy: Callable[..., Any], make_batch: Callable[..., list[TrainingGroup]], tied_model: Any
 ) -> None:
     seen = []
 

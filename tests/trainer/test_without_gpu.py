@@ -10,7 +10,7 @@ import pytest
 import transformers
 from model_families import BASE, CASES
 
-from trainer.objective.plugin_settings import names
+from trainer.objective.plugin_settings import plugin_names
 
 SCRIPT = Path(__file__).with_name("fake_gpu.py")
 DENSE = ("qwen3", "glm4")
@@ -50,7 +50,7 @@ def test_a_step_is_all_on_the_device_and_the_host_reads_nothing_of_it(found: Any
 
 
 def test_the_loss_of_every_algorithm_and_correction_stays_on_the_device(found: Any) -> None:
-    assert found["losses"] == {name: [found["device"]] for name in [*names("algorithms"), *names("corrections")]}
+    assert found["losses"] == {name: [found["device"]] for name in [*plugin_names("algorithms"), *plugin_names("corrections")]}
 
 
 def test_64_ranks_hold_every_weight_of_the_model_in_equal_parts(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def help_text(width: int = 0) -> str:
     from trainer.compat.cpu_compat import import_megatron
 
     import_megatron()
-    from trainer.arguments.megatron_options import CLASSES, options, shown, spellings
+    from trainer.arguments.megatron_options import CLASSES, options, spellings, yaml_text
 
     width, seen = width or shutil.get_terminal_size((100, 24)).columns, set[str]()
     lines = ["Options of megatron-core, as flags or under `megatron:`. A switch --x has its opposite --no-x."]
@@ -50,7 +50,7 @@ def help_text(width: int = 0) -> str:
             seen.add(name)
     lines += ["", "Megatron-LM's spellings:"]
     for name, spelling in sorted(spellings().items()):
-        value = "VALUE" if spelling.value is None else shown(spelling.value)
+        value = "VALUE" if spelling.value is None else yaml_text(spelling.value)
         lines.append(f"  --{name.replace('_', '-')}  =  {spelling.field}: {value}")
     lines += ["", "Decided elsewhere:"]
     lines += [f"  --{name.replace('_', '-')}: {why}" for name, why in sorted(option_table().rejected_with_hint.items())]
@@ -58,15 +58,15 @@ def help_text(width: int = 0) -> str:
 
 
 def _entry(option: "Option", meaning: str, width: int) -> Iterator[str]:
-    from trainer.arguments.megatron_options import fields_of_other_sections, forced_value, shown
+    from trainer.arguments.megatron_options import fields_of_other_sections, forced_value, yaml_text
 
-    yield f"  --{option.name.replace('_', '-')}  [{option.expected_text}; default {shown(option.default)}]"
+    yield f"  --{option.name.replace('_', '-')}  [{option.expected_text}; default {yaml_text(option.default)}]"
     texts = [meaning]
     if section := fields_of_other_sections().get(option.name):
         texts.append(f"Not here: set {section}.")
     elif option.name in option_table().of_the_model:
         texts.append("The model folder decides; accepted where it says the same.")
     elif why := option_table().fixed.get(option.name):
-        texts.append(f"Always {shown(forced_value(option.name))}: {why}.")
+        texts.append(f"Always {yaml_text(forced_value(option.name))}: {why}.")
     for text in texts:
         yield from textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")

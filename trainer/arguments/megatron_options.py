@@ -58,7 +58,7 @@ class Option:
         for form in self.alternatives:
             with suppress(msgspec.ValidationError, KeyError, TypeError):
                 return _convert(value, form)
-        raise ValueError(f"got {shown(value)}; expected {self.expected_text}")
+        raise ValueError(f"got {yaml_text(value)}; expected {self.expected_text}")
 
 
 @dataclass
@@ -170,7 +170,7 @@ def read_options(given: Mapping[str, Any], other_names: Sequence[str] = ()) -> M
     found = MegatronOptions()
     for key, value in given.items():
         try:
-            _take(found, key, value, other_names)
+            _add_option(found, key, value, other_names)
         except ValueError as bad:
             found.problems[key] = str(bad)
     for name, needed in option_table().needs.items():
@@ -183,17 +183,17 @@ def read_options(given: Mapping[str, Any], other_names: Sequence[str] = ()) -> M
     return found
 
 
-def _take(found: MegatronOptions, key: str, value: Any, other_names: Sequence[str]) -> None:
+def _add_option(found: MegatronOptions, key: str, value: Any, other_names: Sequence[str]) -> None:
     name, table = key.lstrip("-").replace("-", "_"), option_table()
     option, made = _option_and_value(name, value, other_names)
     before = found.values | found.model
     if option.name in before and before[option.name] != made:
         first = found.keys[option.name]
-        raise ValueError(f"says {shown(made)}, but {first} has said {shown(before[option.name])}; keep one of them")
+        raise ValueError(f"says {yaml_text(made)}, but {first} has said {yaml_text(before[option.name])}; keep one of them")
     found.keys[option.name] = key
     (found.model if option.name in table.of_the_model or option.name in table.model_options else found.values)[option.name] = made
     if option.name in table.fixed and made != forced_value(option.name):
-        raise ValueError(f"{shown(made)} is not possible: {table.fixed[option.name]}")
+        raise ValueError(f"{yaml_text(made)} is not possible: {table.fixed[option.name]}")
 
 
 def _option_and_value(name: str, value: Any, other_names: Sequence[str]) -> tuple[Option, Any]:
@@ -218,7 +218,7 @@ def _option_and_value(name: str, value: Any, other_names: Sequence[str]) -> tupl
     return option, option.convert(spelling.value if Option(name, (bool,)).convert(value) else opposite)
 
 
-def shown(value: Any) -> str:
+def yaml_text(value: Any) -> str:
     """A value as YAML would have it."""
     if isinstance(value, Enum):
         return value.name
@@ -266,4 +266,4 @@ def check_architecture(config: Any, given: Mapping[str, Any]) -> None:
 
 def contradiction_text(given: Any, actual: Any) -> str:
     """The sentence about a model option that the model folder contradicts."""
-    return f"{shown(given)}, but the model folder's config.json makes it {shown(actual)}, and decides; leave it out"
+    return f"{yaml_text(given)}, but the model folder's config.json makes it {yaml_text(actual)}, and decides; leave it out"

@@ -19,7 +19,7 @@ Scope = Literal["token", "sample", "group", "row"]
 """What the first axis of a column counts: N, S, G, or rows, of each sample its own number."""
 
 
-class Group(msgspec.Struct):
+class TrainingGroup(msgspec.Struct):
     """The samples of one attempt at a prompt that are trained; id names it in errors. has_gradient: set when it is trained."""
 
     id: str

@@ -12,7 +12,7 @@ from slimebus.bus.errors import DataError
 from slimebus.bus.messages import NO_VERSION, has_failed
 from slimebus.bus.sample_table import oldest_version
 from slimebus.bus.samples import Sample
-from trainer.batches.batch import Batch, Column, Group, Scope
+from trainer.batches.batch import Batch, Column, Scope, TrainingGroup
 
 log = logging.getLogger("trainer")
 
@@ -71,7 +71,7 @@ def _check_values(values: np.ndarray, field: str, name: str, is_trained: np.ndar
         raise DataError(f"{name}: {field}[{wrong[0]}] is {values.reshape(-1)[wrong[0]]} ({len(wrong)} such); expected finite numbers")
 
 
-def advantage_problems(groups: Sequence[Group]) -> dict[str, str]:
+def advantage_problems(groups: Sequence[TrainingGroup]) -> dict[str, str]:
     """Why groups cannot be trained, by their ids: they lack the field `advantages`, which other samples of the batch bring."""
     numbers = {group.id: (sum("advantages" not in sample.extras for sample in group.samples), len(group.samples)) for group in groups}
     if all(missing == size for missing, size in numbers.values()):
@@ -81,7 +81,7 @@ def advantage_problems(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def flatten(
-    groups: Sequence[Group],
+    groups: Sequence[TrainingGroup],
     *,
     version: int | None = None,
     is_supervised: bool = False,

@@ -3,7 +3,7 @@
 DIR/
   latest                     name of the newest complete checkpoint, replaced atomically after everything else is on disk
   step_00000012/             any tensor, pipeline, data, context or expert parallel layout can read it
-    state.json               `Manifest`: step, version, lineage, and each file with its BLAKE3 and what is in it
+    state.json               `CheckpointManifest`: step, version, lineage, and each file with its BLAKE3 and what is in it
     rank_00000.safetensors   what one rank wrote; without a disk that nodes share, each node has those of its own ranks
   step_00000013.part/        being written, or left by a process that died: never read, removed by the next save
   step_00000012.damaged/     found damaged when it was to be loaded, while an older one was whole; removed by the next save
@@ -39,7 +39,7 @@ class Progress(msgspec.Struct):
     position: int = 0
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True):
+class TensorPart(msgspec.Struct, array_like=True, frozen=True):
     """A box of the tensor `key`, at byte `at` of its file."""
 
     key: str
@@ -61,10 +61,10 @@ class RankFile(msgspec.Struct):
     host: str
     num_bytes: int
     blake3: str
-    parts: list[Part]
+    parts: list[TensorPart]
 
 
-class Manifest(msgspec.Struct, forbid_unknown_fields=True):
+class CheckpointManifest(msgspec.Struct, forbid_unknown_fields=True):
     """All of a checkpoint. shapes: of the whole tensors. layout: sizes of the parallel dimensions of the ranks that wrote it."""
 
     format: int
@@ -83,10 +83,10 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True):
         return msgspec.json.encode(self)
 
 
-def decode_manifest(payload: bytes) -> Manifest:
+def decode_manifest(payload: bytes) -> CheckpointManifest:
     """The inverse of Manifest.encode. Raises DataError when it is not what was written."""
     try:
-        found = msgspec.json.decode(payload, type=Manifest)
+        found = msgspec.json.decode(payload, type=CheckpointManifest)
     except (msgspec.DecodeError, RecursionError):
         found = None
     if found is None or found.encode() != payload:
@@ -161,7 +161,12 @@ def oldest_step(folder: str | Path) -> int | None:
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
     """Checkpoints that were written to their end, oldest first."""
-    return [path for path in named_checkpoints(folder) if (path / MANIFEST).exists()]
+    return [path for path in named_checkpoints(folder) if is_complete(path)]
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether it was written to its end: its manifest is written last."""
+    return (checkpoint / MANIFEST).exists()
 
 
 def named_checkpoints(folder: str | Path) -> list[Path]:
@@ -188,10 +193,10 @@ def clear_unfinished(folder: Path) -> None:
     """Remove what earlier saves left half-written. Another node may do so at the same time."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob("step_*.part"):
-        remove(leftover)
+        remove_path(leftover)
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a folder, or a file that is in its way, as far as possible: what stays is removed by a later save."""
     if not path.is_dir():
         with contextlib.suppress(OSError):
@@ -199,8 +204,9 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def complete(building: Path, target: Path, manifest: bytes) -> None:
-    """Give a written checkpoint its name; an older one of that name goes. Does nothing where another node has done it."""
+def move_into_place(building: Path, target: Path, manifest: bytes) -> None:
+    """Complete a written checkpoint: add its manifest and give it its name. An older one of that name goes. Does nothing where another node
+    has done it."""
     try:
         if (target / MANIFEST).read_bytes() == manifest:
             return
@@ -213,8 +219,8 @@ def complete(building: Path, target: Path, manifest: bytes) -> None:
     building.rename(target)
 
 
-def point_at(target: Path) -> None:
-    """Make a complete checkpoint the one that is loaded."""
+def write_latest(target: Path) -> None:
+    """Let `latest` name this complete checkpoint: it is the one that is loaded."""
     with replacing(target.with_name(LATEST)) as pointer:
         pointer.write(target.name.encode())
 
@@ -227,13 +233,13 @@ def prune(target: Path, keep: int) -> None:
     before = [path for path in others if step_of(path) <= step_of(target)]
     old, abandoned = before[: max(0, len(before) - (keep - 1))], others[len(before) :]
     for path in (*old, *abandoned, *target.parent.glob("step_*.damaged"), *target.parent.glob("step_*.old.part")):
-        remove(path)
+        remove_path(path)
 
 
-def set_aside(damaged: Path) -> None:
-    """Keep it under another name until the next save. Another node may do so too."""
+def set_aside_damaged(damaged: Path) -> None:
+    """Keep a damaged checkpoint under another name until the next save. Another node may do so too."""
     aside = damaged.with_name(f"{damaged.name}.damaged")
     with contextlib.suppress(FileNotFoundError):
         if damaged.exists():
-            remove(aside)
+            remove_path(aside)
             damaged.rename(aside)

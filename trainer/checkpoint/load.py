@@ -20,17 +20,17 @@ from trainer.checkpoint import trained_state
 from trainer.checkpoint.boxes import overlap, slices_in
 from trainer.checkpoint.folder import (
     MANIFEST,
-    Manifest,
-    Part,
+    CheckpointManifest,
     Progress,
+    TensorPart,
     decode_manifest,
     latest_name,
     loadable_checkpoints,
     name_of,
-    point_at,
     read_manifest,
-    set_aside,
+    set_aside_damaged,
     step_of,
+    write_latest,
 )
 from trainer.checkpoint.rank_file import OpenFile, has_its_hash, problem_with, torch_dtype
 from trainer.checkpoint.trained_state import LocalBox
@@ -49,9 +49,9 @@ def load_checkpoint(folder: str | Path, policy: Learner) -> Progress | None:
     names = _agreed_names(Path(folder))
     problems: dict[str, str] = {}
     for name in names:
-        checkpoint = _open(Path(folder) / name)
+        checkpoint = _open_whole(Path(folder) / name)
         if isinstance(checkpoint, _Checkpoint):
-            _go_on_from(Path(folder), problems, name)
+            _make_latest(Path(folder), problems, name)
             return checkpoint.load(policy)
         problems[name] = checkpoint
     if not names:
@@ -85,7 +85,7 @@ def _agreed_names(folder: Path) -> list[str]:
     return next((names for names in parallel.gather(mine, list[str]) if names), [])
 
 
-def _go_on_from(folder: Path, problems: dict[str, str], whole: str) -> None:
+def _make_latest(folder: Path, problems: dict[str, str], whole: str) -> None:
     """Set what is damaged aside, and let `latest` name the one that is whole, on every node that has it."""
     for name, problem in problems.items():
         first, last = step_of(Path(whole)), step_of(Path(name)) - 1
@@ -93,16 +93,16 @@ def _go_on_from(folder: Path, problems: dict[str, str], whole: str) -> None:
         lost = f"{steps} trained again, on their samples where the broker has them"
         log.error("checkpoint %s is damaged: %s; going on from %s: %s", name, problem, whole, lost)
         if parallel.is_first_of_node():
-            set_aside(folder / name)
+            set_aside_damaged(folder / name)
     if parallel.is_first_of_node() and (folder / whole).exists() and (said := latest_name(folder)) != whole:
         if not problems:
             found = f"says {said!r}" if said is not None else "is missing"
             log.warning("%s %s: going on from the newest, %s", folder / "latest", found, whole)
-        point_at(folder / whole)
+        write_latest(folder / whole)
     dist.barrier()
 
 
-def _open(path: Path) -> "_Checkpoint | str":
+def _open_whole(path: Path) -> "_Checkpoint | str":
     """The checkpoint, found whole, or what is wrong with it; the same on every rank."""
     try:
         mine = read_manifest(path)
@@ -121,7 +121,7 @@ def _open(path: Path) -> "_Checkpoint | str":
 
 def _open_complete(path: Path) -> "_Checkpoint":
     """As _open. Raises DataError for what is wrong with it."""
-    checkpoint = _open(path)
+    checkpoint = _open_whole(path)
     if not isinstance(checkpoint, _Checkpoint):
         raise DataError(f"{path}: {checkpoint}; bring it back from a copy, or take the checkpoint of another step")
     return checkpoint
@@ -130,11 +130,11 @@ def _open_complete(path: Path) -> "_Checkpoint":
 class _Checkpoint:
     """A checkpoint on the disks of all nodes. `seen_by`: the ranks that have each file, by its number."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: CheckpointManifest) -> None:
         self.path, self.manifest = path, manifest
         self.seen_by: list[list[int]] = []
         self._open: dict[int, OpenFile] = {}
-        self._parts: dict[str, list[tuple[int, Part]]] = defaultdict(list)
+        self._parts: dict[str, list[tuple[int, TensorPart]]] = defaultdict(list)
         for number, file in enumerate(manifest.files):
             for part in file.parts:
                 self._parts[part.key].append((number, part))
@@ -202,7 +202,7 @@ class _Checkpoint:
             for local in wanted.get(place, ()):
                 _copy(tensor, parts[place], local)
 
-    def _parts_of(self, local: LocalBox) -> Iterator[tuple[int, Part]]:
+    def _parts_of(self, local: LocalBox) -> Iterator[tuple[int, TensorPart]]:
         """The parts that overlap a box of this rank. Raises DataError unless they cover it."""
         found = [(number, part) for number, part in self._parts[local.key] if overlap(local.box, part.box)]
         shape = self.manifest.shapes.get(local.key)
@@ -214,12 +214,12 @@ class _Checkpoint:
             raise DataError(f"{self.path}: {covered} of {math.prod(local.shape)} entries of {local.key} at {list(local.offset)} are saved")
         yield from found
 
-    def _read(self, number: int, part: Part) -> torch.Tensor:
+    def _read(self, number: int, part: TensorPart) -> torch.Tensor:
         if number not in self._open:
             self._open[number] = OpenFile(self.path / self.manifest.files[number].name)
         return self._open[number].tensor(part)
 
-    def _broadcast(self, number: int, part: Part) -> torch.Tensor:
+    def _broadcast(self, number: int, part: TensorPart) -> torch.Tensor:
         source = self.seen_by[number][0]
         if dist.get_rank() == source:
             tensor = self._read(number, part).to(parallel.device())
@@ -229,7 +229,7 @@ class _Checkpoint:
         return tensor
 
 
-def _copy(tensor: torch.Tensor, part: Part, local: LocalBox) -> None:
+def _copy(tensor: torch.Tensor, part: TensorPart, local: LocalBox) -> None:
     shared = overlap(local.box, part.box)
     assert shared is not None  # that is why it was wanted
     local.tensor.view(local.shape)[slices_in(shared, local.box)].copy_(tensor[slices_in(shared, part.box)])

@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 
 from slimebus.weights.tensors import SAFETENSORS_CODES, SAFETENSORS_DTYPES, host_bytes, safetensors_header
-from trainer.checkpoint.folder import Part, RankFile
+from trainer.checkpoint.folder import RankFile, TensorPart
 from trainer.checkpoint.trained_state import LocalBox
 
 ALIGN = 64
@@ -25,7 +25,9 @@ def write_rank_file(path: Path, host: str, boxes: Sequence[LocalBox]) -> RankFil
     names = [f"{box.key}@{','.join(map(str, box.offset))}" for box in boxes]
     header = safetensors_header(zip(names, dtypes, (box.shape for box in boxes), strict=True), ALIGN)
     starts = accumulate((box.tensor.nbytes for box in boxes), initial=len(header))
-    parts = [Part(box.key, box.offset, box.shape, SAFETENSORS_CODES[of], at) for box, of, at in zip(boxes, dtypes, starts, strict=False)]
+    parts = [
+        TensorPart(box.key, box.offset, box.shape, SAFETENSORS_CODES[of], at) for box, of, at in zip(boxes, dtypes, starts, strict=False)
+    ]
     hashed, size = blake3(), 0
     with path.open("wb") as file:
         for view in chain([memoryview(header)], (host_bytes(box.tensor).data for box in boxes)):
@@ -60,13 +62,13 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self._bytes = np.memmap(path, mode="c")
 
-    def tensor(self, part: Part) -> torch.Tensor:
+    def tensor(self, part: TensorPart) -> torch.Tensor:
         """A part of it, of the part's shape; not to be kept, nor written to."""
         dtype = torch_dtype(part)
         size = math.prod(part.shape) * dtype.itemsize
         return torch.from_numpy(self._bytes[part.at : part.at + size]).view(dtype).view(part.shape)
 
 
-def torch_dtype(part: Part) -> torch.dtype:
+def torch_dtype(part: TensorPart) -> torch.dtype:
     """Of the part's tensor."""
     return getattr(torch, SAFETENSORS_DTYPES[part.dtype])

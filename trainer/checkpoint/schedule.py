@@ -20,16 +20,16 @@ from slimebus.config import Resolved
 from trainer.checkpoint import trained_state
 from trainer.checkpoint.folder import (
     FORMAT,
-    Manifest,
+    CheckpointManifest,
     Progress,
     RankFile,
     clear_unfinished,
-    complete,
+    move_into_place,
     name_of,
     oldest_step,
-    point_at,
     prune,
     saved_step,
+    write_latest,
 )
 from trainer.checkpoint.load import load_checkpoint
 from trainer.checkpoint.rank_file import write_rank_file
@@ -68,12 +68,12 @@ class BackgroundSave:
         self._building = self._target.with_name(f"{self._target.name}.part")
         self._prepare()
         self._adam_step = trained_state.adam_step(policy)
-        boxes = self._copy(policy)
+        boxes = self._copy_to_host(policy)
         self._shapes = {box.key: box.whole for box in boxes}
         self._path = self._building / f"rank_{dist.get_rank():05d}.safetensors"
         self._file: Future[RankFile] = Future()
         # a daemon: a disk that does not answer must not keep the process from leaving
-        threading.Thread(target=self._write, args=(boxes,), name="checkpoint", daemon=True).start()
+        threading.Thread(target=self._write_file, args=(boxes,), name="checkpoint", daemon=True).start()
 
     def _prepare(self) -> None:
         if parallel.is_main_rank():
@@ -85,7 +85,7 @@ class BackgroundSave:
         dist.barrier()
 
     @torch.no_grad()
-    def _copy(self, policy: Learner) -> list[LocalBox]:
+    def _copy_to_host(self, policy: Learner) -> list[LocalBox]:
         """What this rank writes, in host memory; the steps that follow do not touch it."""
         has_reference = policy.reference is not None and policy.reference.is_refreshed
         boxes = [copy for part in trained_state.contents(policy, has_reference=has_reference) for copy in host_copies(part)]
@@ -93,7 +93,7 @@ class BackgroundSave:
             torch.cuda.synchronize()
         return boxes + trained_state.random_boxes(trained_state.random_state())
 
-    def _write(self, boxes: list[LocalBox]) -> None:
+    def _write_file(self, boxes: list[LocalBox]) -> None:
         try:
             self._building.mkdir(parents=True, exist_ok=True)
             self._file.set_result(write_rank_file(self._path, socket.gethostname(), boxes))
@@ -113,14 +113,14 @@ class BackgroundSave:
         manifest = self._manifest(timeout_s)
         if parallel.is_main_rank():
             self._confirm()
-        self._on_disk(parallel.is_main_rank(), lambda: complete(self._building, self._target, manifest))
-        self._on_disk(parallel.is_first_of_node(), lambda: complete(self._building, self._target, manifest))
-        self._on_disk(parallel.is_first_of_node(), lambda: point_at(self._target))
+        self._write_on_ranks(parallel.is_main_rank(), lambda: move_into_place(self._building, self._target, manifest))
+        self._write_on_ranks(parallel.is_first_of_node(), lambda: move_into_place(self._building, self._target, manifest))
+        self._write_on_ranks(parallel.is_first_of_node(), lambda: write_latest(self._target))
         if parallel.is_first_of_node():
             prune(self._target, keep)
         dist.barrier()
 
-    def _on_disk(self, is_mine: bool, write: Callable[[], None]) -> None:
+    def _write_on_ranks(self, is_mine: bool, write: Callable[[], None]) -> None:
         """Write on the ranks that are to, while the others wait. Raises SlimebusError `checkpoint`, on every rank, when one could not."""
         problem = ""
         if is_mine:
@@ -128,23 +128,23 @@ class BackgroundSave:
                 write()
             except OSError as bad:
                 problem = str(bad)
-        self._check(parallel.gather(problem, str))
+        self._raise_problems(parallel.gather(problem, str))
 
-    def _check(self, problems: list[str]) -> None:
+    def _raise_problems(self, problems: list[str]) -> None:
         for rank, problem in enumerate(problems):
             if problem:
                 raise SlimebusError(f"checkpoint of step {self.step}: rank {rank}: {problem} ({self._target.parent})", code="checkpoint")
 
     def _manifest(self, timeout_s: float | None) -> bytes:
-        ranks = parallel.gather(self._written(timeout_s), RankReport)
-        self._check([written.problem for written in ranks])
+        ranks = parallel.gather(self._await_file(timeout_s), RankReport)
+        self._raise_problems([written.problem for written in ranks])
         files = [written.file for written in ranks if written.file is not None]
         shapes = {key: shape for written in ranks for key, shape in written.shapes.items()}
-        check_parts(files, shapes)
+        check_tensors_complete(files, shapes)
         adam_step = max(written.adam_step for written in ranks)
-        return Manifest(FORMAT, self._progress, adam_step, trained_state.layout(), shapes, files).encode()
+        return CheckpointManifest(FORMAT, self._progress, adam_step, trained_state.layout(), shapes, files).encode()
 
-    def _written(self, timeout_s: float | None) -> RankReport:
+    def _await_file(self, timeout_s: float | None) -> RankReport:
         file, problem = None, ""
         try:
             file = self._file.result(timeout_s)
@@ -155,7 +155,7 @@ class BackgroundSave:
         return RankReport(file, problem, self._shapes, self._adam_step)
 
 
-def check_parts(files: list[RankFile], shapes: dict[str, tuple[int, ...]]) -> None:
+def check_tensors_complete(files: list[RankFile], shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise SlimebusError unless every tensor is in the files once and whole: what cannot be loaded must not replace what can."""
     saved: Counter[str] = Counter()
     for file in files:
@@ -228,11 +228,11 @@ class CheckpointSchedule:
         The first step with samples that a trainer may need again: that of the oldest complete checkpoint kept.
         """
         if self._writing and self._writing.is_written():
-            self._complete()
+            self._finish_save()
         if next_step == self.num_rollout:
             self.save(policy, next_step, version)
         elif self.interval and next_step % self.interval == 0:
-            self._begin(policy, next_step, version)
+            self._begin_save(policy, next_step, version)
         oldest = oldest_step(self.directory)
         if oldest is None:
             return 0 if self.interval else next_step  # without checkpoints a trainer begins anew at step 0
@@ -241,27 +241,27 @@ class CheckpointSchedule:
     def save_and_stop(self, policy: Learner, next_step: int, version: int) -> None:
         """Save what no checkpoint holds yet, and log from where the run goes on."""
         if self._writing:
-            self._complete()
+            self._finish_save()
         if next_step > self.saved_step:
             self.save(policy, next_step, version)
         log.info("stopped before step %d; all steps before it are saved, and the run goes on from there", next_step)
 
     def save(self, policy: Learner, next_step: int, version: int) -> None:
         """Save now, and return when the checkpoint is whole. Raises SlimebusError `checkpoint` when it could not be written."""
-        self._begin(policy, next_step, version)
+        self._begin_save(policy, next_step, version)
         assert self._writing is not None  # begun above
         writing, self._writing = self._writing, None
         writing.finish(self.keep, LAST_SAVE_S)
         self.saved_step, self._saved_at = next_step, time.monotonic()
 
-    def _begin(self, policy: Learner, next_step: int, version: int) -> None:
+    def _begin_save(self, policy: Learner, next_step: int, version: int) -> None:
         if self._writing:
             log.warning("the checkpoint of step %d is still being written: step %d waits for it", self._writing.step, next_step)
-            self._complete()
+            self._finish_save()
         progress = Progress(next_step, version, policy.num_updates, self.lineage, self.position)
         self._writing = BackgroundSave(self.directory, policy, progress, self.confirm)
 
-    def _complete(self) -> None:
+    def _finish_save(self) -> None:
         """Make what is being written the newest checkpoint. One that could not be written is logged: the run goes on without it."""
         assert self._writing is not None  # asked by the callers
         writing, self._writing = self._writing, None

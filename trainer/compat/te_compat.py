@@ -71,15 +71,15 @@ class WithoutTeOptions:
         super().__init__(*args, **options)
 
 
-class Column(WithoutTeOptions, ColumnParallelLinear):
+class ColumnLinear(WithoutTeOptions, ColumnParallelLinear):
     """TEColumnParallelLinear."""
 
 
-class Row(WithoutTeOptions, RowParallelLinear):
+class RowLinear(WithoutTeOptions, RowParallelLinear):
     """TERowParallelLinear."""
 
 
-class LayerNormColumn(Column):
+class LayerNormColumn(ColumnLinear):
     """TELayerNormColumnParallelLinear: the norm lives in the linear layer, as `layer_norm_weight`."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
@@ -156,7 +156,7 @@ class GroupedRow(Grouped):
     axis = 1
 
 
-def part(made: Any) -> Any:
+def constant_method(made: Any) -> Any:
     """A method of megatron's BackendSpecProvider that gives this, for any arguments."""
     return staticmethod(lambda *args, **options: made)
 
@@ -164,19 +164,19 @@ def part(made: Any) -> Any:
 class Provider:
     """In place of TESpecProvider: which class builds which part of a layer."""
 
-    linear = part(Linear)
-    column_parallel_linear = part(Column)
-    row_parallel_linear = part(Row)
-    fuse_layernorm_and_linear = part(True)
-    column_parallel_layer_norm_linear = part(LayerNormColumn)
-    layer_norm = part(RMSNorm)
-    core_attention = part(PackedAttention)
-    activation_func = part(None)
+    linear = constant_method(Linear)
+    column_parallel_linear = constant_method(ColumnLinear)
+    row_parallel_linear = constant_method(RowLinear)
+    fuse_layernorm_and_linear = constant_method(True)
+    column_parallel_layer_norm_linear = constant_method(LayerNormColumn)
+    layer_norm = constant_method(RMSNorm)
+    core_attention = constant_method(PackedAttention)
+    activation_func = constant_method(None)
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> Any:
         if moe_use_grouped_gemm:
             return TEGroupedMLP, MLPSubmodules(linear_fc1=Grouped, linear_fc2=GroupedRow)
-        return SequentialMLP, MLPSubmodules(linear_fc1=Column, linear_fc2=Row)
+        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
 
 
 def install() -> bool:
@@ -189,6 +189,6 @@ def install() -> bool:
     gpt_layer_specs.TESpecProvider = Provider
     gpt_layer_specs.TENorm = RMSNorm
     # None without Transformer Engine, and then isinstance() fails
-    multi_latent_attention.TELinear, multi_latent_attention.TEColumnParallelLinear = Linear, Column
+    multi_latent_attention.TELinear, multi_latent_attention.TEColumnParallelLinear = Linear, ColumnLinear
     rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
     return True

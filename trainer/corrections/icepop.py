@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slimebus.config.schema import NonNegative
-from trainer.objective.importance import bounds, kept_within
+from trainer.objective.importance import bounds_problems, kept_within
 from trainer.objective.plugin import Correction, TokenWeight
 from trainer.objective.row import Row
 
@@ -25,7 +25,7 @@ class IcePop(Correction):
     settings: Settings
 
     def problems(self) -> Iterator[str]:
-        yield from bounds(self.settings.icepop_low, self.settings.icepop_high, "icepop")
+        yield from bounds_problems(self.settings.icepop_low, self.settings.icepop_high, "icepop")
 
     def weight(self, row: Row) -> TokenWeight:
         weight, dropped = kept_within(row, "token", self.settings.icepop_low, self.settings.icepop_high)

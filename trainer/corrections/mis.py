@@ -5,7 +5,7 @@ Stability" (2025).
 from collections.abc import Iterator
 
 from slimebus.config.schema import NonNegative
-from trainer.objective.importance import Level, bounds, kept_within
+from trainer.objective.importance import Level, bounds_problems, kept_within
 from trainer.objective.plugin import Correction, TokenWeight
 from trainer.objective.row import Row
 
@@ -30,7 +30,7 @@ class Mis(Correction):
     settings: Settings
 
     def problems(self) -> Iterator[str]:
-        yield from bounds(self.settings.mis_low, self.settings.mis_high, "mis")
+        yield from bounds_problems(self.settings.mis_low, self.settings.mis_high, "mis")
 
     def weight(self, row: Row) -> TokenWeight:
         weight, dropped = kept_within(row, self.settings.mis_level, self.settings.mis_low, self.settings.mis_high)

@@ -9,7 +9,7 @@ import numpy as np
 from slimebus.config.schema import NonNegative
 from trainer.batches.batch import Batch, Column
 from trainer.objective.clip import LOG_RATIO_LIMIT, ratio_of
-from trainer.objective.importance import Level, bounds, log_ratios, log_weight
+from trainer.objective.importance import Level, bounds_problems, log_ratios, log_weight
 from trainer.objective.plugin import Correction, TokenWeight
 from trainer.objective.row import Row
 
@@ -36,20 +36,20 @@ class Tis(Correction):
     settings: Settings
 
     def problems(self) -> Iterator[str]:
-        yield from bounds(self.settings.tis_clip_low, self.settings.tis_clip, "tis_clip")
+        yield from bounds_problems(self.settings.tis_clip_low, self.settings.tis_clip, "tis_clip")
 
     @property
-    def _weighed(self) -> str:
+    def _numerator(self) -> str:
         return "current_logprobs" if self.config.algorithm.use_rollout_logprobs else "old_logprobs"
 
     def needs(self) -> set[str]:
-        return {self._weighed} if self.settings.tis_batch_normalize else set()
+        return {self._numerator} if self.settings.tis_batch_normalize else set()
 
     def prepare(self, part: Batch) -> Mapping[str, Column]:
         s = self.settings
         if not s.tis_batch_normalize:
             return {}
-        d = log_ratios(part, self._weighed, s.tis_level)
+        d = log_ratios(part, self._numerator, s.tis_level)
         counted = part["loss_mask"] > 0 if s.tis_level == "token" else part.sample_sums(np.ones(part.num_tokens)) > 0
         weights = np.exp(d[counted].clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).clip(s.tis_clip_low, s.tis_clip)
         return {"tis_scale": Column(np.full(part.num_groups, 1 / max(weights.mean(), 1e-8)), "group")}

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from slimebus.bus.errors import ConfigError
 from slimebus.config import RunConfig
 from trainer.algorithms.ppo import Ppo
-from trainer.batches.batch import Batch, Column, Group
+from trainer.batches.batch import Batch, Column, TrainingGroup
 from trainer.batches.packing import MicroBatch
 from trainer.model import parallel, update
 from trainer.model.learner import Learner
@@ -37,18 +37,18 @@ class Critic(Learner):
         check_config(config)
         return replace(config, optimizer=replace(config.optimizer, lr=settings.critic_lr or config.optimizer.lr))
 
-    def values(self, groups: Sequence[Group] | None) -> list[np.ndarray]:
+    def values(self, groups: Sequence[TrainingGroup] | None) -> list[np.ndarray]:
         """The value of what stands before each token, under the current weights, [T] f32 for each sample; 0 at each first token."""
-        batch = self._shared(groups, None)
+        batch = self._broadcast_batch(groups, None)
         return np.split(self._forward(batch), batch.ends[:-1])
 
-    def train(self, groups: Sequence[Group] | None, *, num_steps: int = 1) -> dict[str, float]:
+    def train(self, groups: Sequence[TrainingGroup] | None, *, num_steps: int = 1) -> dict[str, float]:
         """Train on groups of samples with the field `values`, in `num_steps` optimizer steps a pass; metrics on every rank
         (docs/critic.md).
 
         Raises SlimebusError `nonfinite`, as the policy.
         """
-        batch = self._shared(groups, None)
+        batch = self._broadcast_batch(groups, None)
         batch = batch.with_columns(self._of_rank_0(lambda: {"returns": Column(self._returns(batch))}))
         parts = batch.cut_groups(num_steps) * self.config.rollout.num_passes_per_rollout
         made = [self._train_part(batch.select(part)) for part in parts]

@@ -13,7 +13,7 @@ import msgspec
 
 from slimebus.config import RunConfig
 from slimebus.telemetry.spans import Spans
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.checkpoint.schedule import CheckpointSchedule
 from trainer.critic.critic import Critic
 from trainer.critic.session import CriticSession
@@ -39,7 +39,7 @@ NOT_YET = CriticPlan()
 """Nothing came for a while; said so often that no other rank's broadcast times out."""
 
 
-def run(
+def run_critic_loop(
     critic: Critic, session: CriticSession | None, checkpoints: CheckpointSchedule, config: RunConfig, spans: Spans, stop: StopRequest
 ) -> None:
     """Give values and learn until the run is over, or until `stop` is made."""
@@ -72,19 +72,19 @@ def run(
                 waited = 0.0
 
 
-def next_groups(session: CriticSession | None, max_steps: int, stop: StopRequest) -> tuple[list[Group] | None, CriticPlan]:
+def next_groups(session: CriticSession | None, max_steps: int, stop: StopRequest) -> tuple[list[TrainingGroup] | None, CriticPlan]:
     """Rank 0's new groups, None elsewhere, and on every rank what is done next; however long groups take to come."""
     while True:
         new, mine, until = None, NOT_YET, time.monotonic() + BROADCAST_INTERVAL_S
         while session and mine == NOT_YET and time.monotonic() < until:
-            new = [] if stop.is_made else session.take(POLL_S)
+            new = [] if stop.is_made else session.take_groups(POLL_S)
             mine = CriticPlan(stops=True) if stop.is_made else plan_for(session, new, max_steps)
-        plan = parallel.share(mine if session else None, CriticPlan)
+        plan = parallel.broadcast_value(mine if session else None, CriticPlan)
         if plan != NOT_YET:
             return new, plan
 
 
-def plan_for(session: CriticSession, new: list[Group], max_steps: int) -> CriticPlan:
+def plan_for(session: CriticSession, new: list[TrainingGroup], max_steps: int) -> CriticPlan:
     """What follows from what was read."""
     if session.has_new or session.is_full:
         num_steps = min(max_steps, session.num_trainable) if session.is_full else 0

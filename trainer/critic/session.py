@@ -12,7 +12,7 @@ from slimebus.client.connect import BROKER_AWAY_S, broker_address
 from slimebus.client.consumer import ConsumedGroup, Consumer
 from slimebus.config import Resolved
 from slimebus.telemetry.metrics import MetricsWriter, usage
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.batches.flatten import check_sample, is_failed
 
 log = logging.getLogger("critic")
@@ -50,7 +50,7 @@ class CriticSession:
         """Whether a batch of groups is together."""
         return len(self.read) >= self.config.rollout.rollout_batch_size
 
-    def take(self, wait_s: float) -> list[Group]:
+    def take_groups(self, wait_s: float) -> list[TrainingGroup]:
         """The next groups that still lack values, at most until the batch is full; none when nothing came within wait_s seconds."""
         count, self._lacking = self.config.rollout.rollout_batch_size - len(self.read), []
         try:
@@ -65,8 +65,8 @@ class CriticSession:
                 sample.extras = {**sample.extras, FIELD: np.zeros(len(sample.tokens), np.float32)}
         return self._trainable(self._lacking)
 
-    def put(self, groups: list[Group], values: list[np.ndarray]) -> None:
-        """Put the values of what `take` gave, one array for each sample of the groups in order, and zeros for the samples left out."""
+    def put(self, groups: list[TrainingGroup], values: list[np.ndarray]) -> None:
+        """Put the values of the groups that `take_groups` gave, one array for each sample in order, and zeros for the samples left out."""
         samples = [sample for group in groups for sample in group.samples]
         for sample, own in zip(samples, values, strict=True):
             sample.extras[FIELD] = own
@@ -74,7 +74,7 @@ class CriticSession:
 
     @property
     def has_new(self) -> bool:
-        """Whether `take` gave groups that lack values, be it only zeros."""
+        """Whether `take_groups` gave groups that lack values, also where the values are zeros alone."""
         return bool(self._lacking)
 
     @property
@@ -82,13 +82,13 @@ class CriticSession:
         """Groups of the batch that have a sample to train."""
         return len(self._trainable(self.read))
 
-    def batch(self) -> list[Group]:
+    def batch(self) -> list[TrainingGroup]:
         """The groups read since the last call, as far as they are trained."""
         groups, self.read = self._trainable(self.read), []
         return groups
 
-    def _trainable(self, read: list[ConsumedGroup]) -> list[Group]:
-        groups = [Group(group.id, [s for i, s in enumerate(group.samples) if self._is_trainable(s, group.id, i)]) for group in read]
+    def _trainable(self, read: list[ConsumedGroup]) -> list[TrainingGroup]:
+        groups = [TrainingGroup(group.id, [s for i, s in enumerate(group.samples) if self._is_trainable(s, group.id, i)]) for group in read]
         return [group for group in groups if group.samples]
 
     def _is_trainable(self, sample: Sample, group: str, index: int) -> bool:

@@ -30,7 +30,7 @@ from typing import IO, Any, NamedTuple
 
 from slimebus.bus.errors import EXIT_FAILURE, EXIT_USAGE, SlimebusError, UsageError
 from slimebus.process.launch import SLIMEBUS, ChildProcess, free_port
-from trainer.launch.plan import LAUNCHED, Plan
+from trainer.launch.plan import LAUNCHED, LaunchPlan
 
 log = logging.getLogger("trainer")
 
@@ -80,7 +80,7 @@ class NodeConnection:
         self.connection.close()
 
 
-def rendezvous(plan: Plan) -> list[NodeConnection]:
+def rendezvous(plan: LaunchPlan) -> list[NodeConnection]:
     """Node 0: a connection from each other node, in order. Another node: the one to node 0.
 
     Raises SlimebusError when a node does not come within ten minutes, UsageError when it was started differently or has a problem. Node 0
@@ -99,7 +99,7 @@ def rendezvous(plan: Plan) -> list[NodeConnection]:
                 server.settimeout(max(0.1, deadline - time.monotonic()))
                 found = {0, *(peer.node for peer in peers)}
                 peers.append(_accept(plan, server, found))
-                _check(plan, peers[-1], found)
+                _check_node(plan, peers[-1], found)
         except BaseException as bad:
             for peer in peers:
                 _refuse(peer, bad)
@@ -107,9 +107,9 @@ def rendezvous(plan: Plan) -> list[NodeConnection]:
     return sorted(peers, key=lambda peer: peer.node)
 
 
-def tell_others(plan: Plan, problem: str) -> None:
+def tell_others(plan: LaunchPlan, problem: str) -> None:
     """Tell the other nodes, which would wait for this one, why it cannot start: node 0 all that come within TELL_S, another node 0."""
-    log.error("%s; the other nodes are told, for %.0f s at most", problem, TELL_S)
+    log.error("%s; telling the other nodes, for %.0f s at most", problem, TELL_S)
     deadline = time.monotonic() + TELL_S
     if plan.node_rank:
         with contextlib.suppress(SlimebusError), contextlib.closing(_connect(plan, deadline)) as peer:
@@ -123,7 +123,7 @@ def tell_others(plan: Plan, problem: str) -> None:
             _refuse(peer, UsageError(f"node 0: {problem}"))
 
 
-def _hello(plan: Plan) -> dict[str, int]:
+def _hello(plan: LaunchPlan) -> dict[str, int]:
     return {"node": plan.node_rank, "ranks": plan.ranks_here, "nnodes": plan.nnodes}
 
 
@@ -132,7 +132,7 @@ def _refuse(peer: NodeConnection, bad: BaseException) -> None:
     peer.close()
 
 
-def _accept(plan: Plan, server: socket.socket, found: Collection[int]) -> NodeConnection:
+def _accept(plan: LaunchPlan, server: socket.socket, found: Collection[int]) -> NodeConnection:
     try:
         return NodeConnection(*server.accept())
     except TimeoutError:
@@ -141,7 +141,7 @@ def _accept(plan: Plan, server: socket.socket, found: Collection[int]) -> NodeCo
         raise SlimebusError(f"{late}; was it started, with this node as --master-addr?") from None
 
 
-def _check(plan: Plan, peer: NodeConnection, found: Collection[int]) -> None:
+def _check_node(plan: LaunchPlan, peer: NodeConnection, found: Collection[int]) -> None:
     """Raise UsageError unless the node that has come fits."""
     said = peer.receive_one(RENDEZVOUS_S)
     peer.node = int(said.get("node", -1))
@@ -153,7 +153,7 @@ def _check(plan: Plan, peer: NodeConnection, found: Collection[int]) -> None:
         raise UsageError(f"a node at {peer.address} does not fit: {twice}; {remedy}")
 
 
-def _connect(plan: Plan, deadline: float) -> NodeConnection:
+def _connect(plan: LaunchPlan, deadline: float) -> NodeConnection:
     address = (plan.master_addr, plan.master_port)
     log.info("node %d of %d, to meet node 0 at %s:%d", plan.node_rank, plan.nnodes, *address)
     while True:
@@ -184,7 +184,7 @@ class End(NamedTuple):
 class Ranks:
     """The processes of this node's ranks. errors: a file for each, where it writes its error before it ends."""
 
-    def __init__(self, plan: Plan, arguments: Sequence[str], port: int) -> None:
+    def __init__(self, plan: LaunchPlan, arguments: Sequence[str], port: int) -> None:
         self.first_rank = plan.node_rank * plan.ranks_here
         self.errors = [tempfile.TemporaryFile() for _ in range(plan.ranks_here)]  # noqa: SIM115  # stop() closes them
         self.processes = [_start(plan, arguments, port, local, error) for local, error in enumerate(self.errors)]
@@ -192,10 +192,10 @@ class Ranks:
 
     def end(self) -> End | None:
         """None while they run. The code of one that a signal has ended is 1."""
-        self._end = self._end or self._look()
+        self._end = self._end or self._find_end()
         return self._end
 
-    def _look(self) -> End | None:
+    def _find_end(self) -> End | None:
         codes = [process.poll() for process in self.processes]
         for local, code in enumerate(codes):
             if code:
@@ -220,7 +220,7 @@ class Ranks:
             error.close()
 
 
-def _start(plan: Plan, arguments: Sequence[str], port: int, local: int, error: IO[bytes]) -> "subprocess.Popen[bytes]":
+def _start(plan: LaunchPlan, arguments: Sequence[str], port: int, local: int, error: IO[bytes]) -> "subprocess.Popen[bytes]":
     environment = {
         "PYTHONUNBUFFERED": "1",
         "RANK": str(plan.node_rank * plan.ranks_here + local),
@@ -239,7 +239,7 @@ def _start(plan: Plan, arguments: Sequence[str], port: int, local: int, error: I
 class Launcher:
     """The launcher of one node. `run` returns the exit code of the whole trainer."""
 
-    def __init__(self, plan: Plan, arguments: Sequence[str], max_restarts: int) -> None:
+    def __init__(self, plan: LaunchPlan, arguments: Sequence[str], max_restarts: int) -> None:
         self.plan, self.arguments, self.max_restarts = plan, arguments, max_restarts
         self.peers: list[NodeConnection] = []
         self.ranks: Ranks | None = None
@@ -254,7 +254,7 @@ class Launcher:
             signal.signal(number, self._pass_on)
         self.peers = rendezvous(self.plan) if self.plan.nnodes > 1 else []
         try:
-            return self._follow(self.peers[0]) if self.plan.node_rank else self._lead()
+            return self._follow_node_0(self.peers[0]) if self.plan.node_rank else self._lead_nodes()
         finally:
             if self.ranks is not None:
                 self.ranks.stop()
@@ -272,7 +272,7 @@ class Launcher:
 
     # --- node 0 ---
 
-    def _lead(self) -> int:
+    def _lead_nodes(self) -> int:
         for attempt in range(self.max_restarts + 1):
             port = free_port()
             for peer in self.peers:
@@ -319,7 +319,7 @@ class Launcher:
 
     # --- another node ---
 
-    def _follow(self, peer: NodeConnection) -> int:
+    def _follow_node_0(self, peer: NodeConnection) -> int:
         running: Ranks | None = None
         while True:
             for said in peer.receive(POLL_S):

@@ -31,7 +31,7 @@ class NodeOptions:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """found: what decided, for the log. is_rank: this process is a rank, with `environment` (RANK, WORLD_SIZE, ...) to be set; else it
     starts `ranks_here` ranks as node `node_rank` of `nnodes`, which meet at master_addr:master_port.
     """
@@ -56,21 +56,21 @@ class Plan:
         return not self.is_rank and self.world_size == 1
 
 
-def make_plan(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str], *, is_nproc_given: bool = True) -> Plan:
+def make_plan(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str], *, is_nproc_given: bool = True) -> LaunchPlan:
     """The plan of this process. is_nproc_given: whether the config says how many ranks a node has, or that is its default.
 
     Raises UsageError where options and environment contradict each other, or say too little.
     """
     if "RANK" in environ:
-        return _of_rank(node, nproc_per_node if is_nproc_given else None, environ)
+        return _plan_of_rank(node, nproc_per_node if is_nproc_given else None, environ)
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and _slurm(environ, "STEP_NUM_TASKS", "NTASKS") > 1:
-        return _of_slurm(node, nproc_per_node, environ)
+        return _plan_of_slurm(node, nproc_per_node, environ)
     if not node.is_given:
-        return Plan("no launcher", ranks_here=nproc_per_node)
-    return _of_options(node, nproc_per_node)
+        return LaunchPlan("no launcher", ranks_here=nproc_per_node)
+    return _plan_of_options(node, nproc_per_node)
 
 
-def _of_rank(node: NodeOptions, nproc_per_node: int | None, environ: Mapping[str, str]) -> Plan:
+def _plan_of_rank(node: NodeOptions, nproc_per_node: int | None, environ: Mapping[str, str]) -> LaunchPlan:
     """Started by torchrun, or by another that sets its variables."""
     wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in wanted if name not in environ]
@@ -84,10 +84,10 @@ def _of_rank(node: NodeOptions, nproc_per_node: int | None, environ: Mapping[str
         raise UsageError(f"trainer.nproc_per_node is {nproc_per_node}, but the launcher has started {here} ranks here; make them equal")
     given = {name: environ[name] for name in wanted if name in environ}
     by = "its launcher" if LAUNCHED in environ else "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
-    return Plan(f"rank {given['RANK']} of {given['WORLD_SIZE']}, from {by}", is_rank=True, environment=given)
+    return LaunchPlan(f"rank {given['RANK']} of {given['WORLD_SIZE']}, from {by}", is_rank=True, environment=given)
 
 
-def _of_slurm(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str]) -> Plan:
+def _plan_of_slurm(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str]) -> LaunchPlan:
     """Started by srun: one task a node, which starts the node's ranks, or one task a rank."""
     tasks, nodes = _slurm(environ, "STEP_NUM_TASKS", "NTASKS"), _slurm(environ, "STEP_NUM_NODES", "NNODES", "JOB_NUM_NODES")
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
@@ -100,7 +100,7 @@ def _of_slurm(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str]
     job = f"Slurm's job {environ.get('SLURM_JOB_ID', '?')}"
     if tasks == nodes:
         rank = _slurm(environ, "NODEID")
-        return Plan(f"node {rank} of {nodes}, from {job}", nproc_per_node, nodes, rank, address, port)
+        return LaunchPlan(f"node {rank} of {nodes}, from {job}", nproc_per_node, nodes, rank, address, port)
     if tasks != nodes * nproc_per_node and nproc_per_node > 1:
         raise UsageError(
             f"{job} has {tasks} tasks on {nodes} nodes, but trainer.nproc_per_node is {nproc_per_node}; "
@@ -109,10 +109,10 @@ def _of_slurm(node: NodeOptions, nproc_per_node: int, environ: Mapping[str, str]
     rank = _slurm(environ, "PROCID")
     given = {"RANK": str(rank), "WORLD_SIZE": str(tasks), "LOCAL_RANK": environ.get("SLURM_LOCALID", "0")}
     given |= {"GROUP_RANK": environ.get("SLURM_NODEID", "0"), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    return Plan(f"rank {rank} of {tasks}, from {job}", is_rank=True, environment=given)
+    return LaunchPlan(f"rank {rank} of {tasks}, from {job}", is_rank=True, environment=given)
 
 
-def _of_options(node: NodeOptions, nproc_per_node: int) -> Plan:
+def _plan_of_options(node: NodeOptions, nproc_per_node: int) -> LaunchPlan:
     if node.nnodes is None:
         raise UsageError("--node-rank, --master-addr and --master-port are of several nodes; give --nnodes too")
     rank = 0 if node.nnodes == 1 and node.node_rank is None else node.node_rank
@@ -121,7 +121,7 @@ def _of_options(node: NodeOptions, nproc_per_node: int) -> Plan:
     if not 0 <= rank < node.nnodes:
         raise UsageError(f"--node-rank {rank}: {node.nnodes} nodes have the numbers 0 to {node.nnodes - 1}")
     address = node.master_addr or "127.0.0.1"
-    return Plan(f"node {rank} of {node.nnodes}, from --nnodes", nproc_per_node, node.nnodes, rank, address, node.master_port or PORT)
+    return LaunchPlan(f"node {rank} of {node.nnodes}, from --nnodes", nproc_per_node, node.nnodes, rank, address, node.master_port or PORT)
 
 
 def _must_agree(node: NodeOptions, found: Mapping[str, object]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from slimebus.bus.errors import SlimebusError
 from slimebus.config import RunConfig
 from trainer.arguments.rank_settings import shared_settings
-from trainer.batches.batch import Batch, Column, Group, batch_of_bytes, batch_to_bytes, columns_of_bytes, columns_to_bytes
+from trainer.batches.batch import Batch, Column, TrainingGroup, batch_of_bytes, batch_to_bytes, columns_of_bytes, columns_to_bytes
 from trainer.compat import cpu_compat
 from trainer.model import parallel, update
 from trainer.model.gpt import Model, Role, build_model
@@ -87,7 +87,7 @@ class Learner:
                 code="nonfinite",
             )
 
-    def _shared(self, groups: Sequence[Group] | None, version: int | None) -> Batch:
+    def _broadcast_batch(self, groups: Sequence[TrainingGroup] | None, version: int | None) -> Batch:
         """The batch of rank 0's groups, on every rank."""
         batch = None if groups is None else self.objective.batch_of(groups, version)
         if batch is not None and not parallel.has_others():

@@ -21,8 +21,8 @@ from trainer.arguments.megatron_options import (
     expert_ranks,
     make_config,
     read_options,
-    shown,
     split_megatron_options,
+    yaml_text,
 )
 from trainer.compat.cpu_compat import library_warnings_ignored
 from trainer.hf.families import CONFIG_KEYS
@@ -81,7 +81,7 @@ def _contradicts_model(options: MegatronOptions, request: CheckRequest) -> Found
         if name in shape and shape[name] != value:
             yield name, contradiction_text(value, shape[name])
         elif shape and name not in shape and name in CONFIG_KEYS and name.startswith(OF_SOME_MODELS):
-            yield name, f"{shown(value)}, but the model's config.json has nothing of the kind; the model folder decides, leave it out"
+            yield name, f"{yaml_text(value)}, but the model's config.json has nothing of the kind; the model folder decides, leave it out"
 
 
 def _experts(options: MegatronOptions, request: CheckRequest) -> Found:
@@ -92,7 +92,7 @@ def _experts(options: MegatronOptions, request: CheckRequest) -> Found:
         for name, value in options.values.items():
             is_of_experts = name.startswith(("expert_", "moe_")) and name != "moe_token_dispatcher_type"  # which pipelines need too
             if is_of_experts and value not in (1, None, False):
-                yield name, f"{shown(value)}, but the model has no experts (config.json); leave it out"
+                yield name, f"{yaml_text(value)}, but the model has no experts (config.json); leave it out"
         return
     if experts % size:
         yield "expert_model_parallel_size", f"{size} does not divide the model's {experts} experts"

@@ -119,7 +119,7 @@ def broadcast_bytes(payload: bytes | None) -> bytes:
     return body.cpu().numpy().tobytes()
 
 
-def share(value: Value | None, form: Any) -> Value:
+def broadcast_value(value: Value | None, form: Any) -> Value:
     """Rank 0's value on every rank; what the others give does not count. form: its type."""
     return msgspec.msgpack.decode(broadcast_bytes(None if value is None else msgspec.msgpack.encode(value)), type=form)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from slimebus.config import RunConfig
-from trainer.batches.batch import Batch, Group
+from trainer.batches.batch import Batch, TrainingGroup
 from trainer.hf.hf_folder import SHARD_BYTES, write_folder
 from trainer.model import parallel, update
 from trainer.model.gpt import Model
@@ -16,7 +16,7 @@ from trainer.model.hf_export import HfExport
 from trainer.model.learner import Learner
 from trainer.model.optimizer import GradientCosine, gather_weights
 from trainer.model.reference import Reference
-from trainer.objective.lag_metrics import thinned
+from trainer.objective.lag_metrics import thin_samples
 from trainer.objective.objective import Objective
 
 
@@ -31,7 +31,12 @@ class Policy(Learner):
         self.cosine = GradientCosine() if config.trainer.mismatch_interval else None
 
     def train(
-        self, groups: Sequence[Group] | None, *, num_steps: int = 1, version: int | None = None, learning_rates: Sequence[float] = ()
+        self,
+        groups: Sequence[TrainingGroup] | None,
+        *,
+        num_steps: int = 1,
+        version: int | None = None,
+        learning_rates: Sequence[float] = (),
     ) -> dict[str, float]:
         """Train on a batch of groups, in each pass in `num_steps` optimizer steps on parts of almost equal numbers of groups; metrics on
         every rank (docs/algorithms.md lists them). version: the one being trained; None: the newest of the batch. learning_rates: of each
@@ -43,7 +48,7 @@ class Policy(Learner):
         `on_nonfinite` says stop, or too often.
         """
         num_passes = self.config.rollout.num_passes_per_rollout
-        batch = self._add_logprob_columns(self._shared(groups, version), num_steps * num_passes)
+        batch = self._add_logprob_columns(self._broadcast_batch(groups, version), num_steps * num_passes)
         batch = batch.with_columns(self._of_rank_0(lambda: self.objective.advantages(batch)))
         trained, made, new_logprobs = list[np.ndarray](), list[dict[str, float]](), list[np.ndarray]()
         rates = learning_rates or self.learning_rates(num_steps * num_passes)
@@ -57,7 +62,7 @@ class Policy(Learner):
         for i, group in enumerate(groups or ()):
             group.has_gradient = bool(np.isin(i, batch.group_of[with_gradient]))
         gather_weights(self.model)
-        lag = self.objective.lag_metrics(thinned(batch, with_gradient, np.concatenate(new_logprobs)))
+        lag = self.objective.lag_metrics(thin_samples(batch, with_gradient, np.concatenate(new_logprobs)))
         return update.merged_metrics(made) | {"lr": made[-1]["lr"]} | lag
 
     def refresh_reference(self, num_steps: int) -> None:
@@ -90,23 +95,23 @@ class Policy(Learner):
             if not is_first and self.objective.needs_pass("current_logprobs"):
                 part = part.with_columns({"current_logprobs": self._forward(part)})
             part = part.with_columns(self._of_rank_0(lambda: self.objective.prepare(part)))
-            metrics, logprobs = self._step(part.select(samples), lr)
+            metrics, logprobs = self._optimizer_step(part.select(samples), lr)
         self._count_update(metrics)
         return counts | metrics, samples, logprobs
 
-    def _step(self, part: Batch, lr: float) -> tuple[dict[str, float], np.ndarray]:
+    def _optimizer_step(self, part: Batch, lr: float) -> tuple[dict[str, float], np.ndarray]:
         """One optimizer step at this learning rate times the plug-ins' factors; metrics and new_logprobs, 0 where the mask is 0."""
         objective, values = self.objective, update.TokenValues(part.num_tokens)
         measures = self._gradient(part, lambda num_tokens, num_rows: update.loss_of_row(part, num_tokens, num_rows, objective, values))
         new_logprobs = values.of_all_ranks()
         objective.check_weights(measures)
         if objective.changes_learning_rate and math.isfinite(measures["loss"]):
-            lr *= parallel.share(objective.learning_rate_factor(part, new_logprobs) if parallel.is_main_rank() else None, float)
+            lr *= parallel.broadcast_value(objective.learning_rate_factor(part, new_logprobs) if parallel.is_main_rank() else None, float)
         return update.apply_gradient(self.optimizer, measures, lr, part.num_samples, self.cosine), new_logprobs
 
-    def logprobs(self, groups: Sequence[Group] | None) -> list[np.ndarray]:
+    def logprobs(self, groups: Sequence[TrainingGroup] | None) -> list[np.ndarray]:
         """Log-probability of every token under the current weights, [T] f32 for each sample in batch order; 0 at each first token."""
-        batch = self._shared(groups, None)
+        batch = self._broadcast_batch(groups, None)
         return np.split(self._forward(batch), batch.ends[:-1])
 
     @cached_property

@@ -12,11 +12,11 @@ from slimebus.bus.errors import HookError
 from slimebus.config import Resolved, RunConfig
 from slimebus.config.convert import Converter, nearest_of, written_here
 from slimebus.config.load import raise_all
-from slimebus.process import hooks
+from slimebus.hooks import hooks
 from trainer.objective.objective import Objective
 from trainer.objective.plugin import Algorithm, Correction, Plugin
-from trainer.objective.plugin_settings import KINDS, known_settings, names
-from trainer.objective.problems import problems as problems_of
+from trainer.objective.plugin_settings import KINDS, known_settings, plugin_names
+from trainer.objective.problems import objective_problems as problems_of
 
 P = TypeVar("P", bound=Plugin)
 
@@ -66,9 +66,9 @@ def _load_plugin_class(kind: str, name: str, of: type[P], base: Path | None, pro
     except HookError as bad:
         problems.append(f"{KINDS[kind]}: {bad.text}")
         return None
-    if name not in names(kind):
-        there = f"there are {', '.join(names(kind))}, or your own by import path, file.py:Class{written_here(KINDS[kind], name)}"
-        problems.append(f"{KINDS[kind]}: no {name!r} in trainer/{kind}{nearest_of(name, names(kind))}; {there}")
+    if name not in plugin_names(kind):
+        there = f"there are {', '.join(plugin_names(kind))}, or your own by import path, file.py:Class{written_here(KINDS[kind], name)}"
+        problems.append(f"{KINDS[kind]}: no {name!r} in trainer/{kind}{nearest_of(name, plugin_names(kind))}; {there}")
         return None
     return class_in(importlib.import_module(f"trainer.{kind}.{name}"), of)
 

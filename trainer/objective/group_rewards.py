@@ -32,14 +32,14 @@ def rewards_with_kl(batch: Batch, algorithm: AlgorithmConfig) -> np.ndarray:
     return batch["reward"] - batch.trajectory_sums(batch.sample_sums(token_kl(batch, algorithm)))
 
 
-def shares(batch: Batch) -> np.ndarray:
+def trajectory_weights(batch: Batch) -> np.ndarray:
     """[S]: 1 / the number of samples of each sample's trajectory, so that each trajectory counts once."""
     return 1 / np.bincount(batch.trajectories)[batch.trajectories]
 
 
 def per_group(batch: Batch, values: np.ndarray, function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
     """[N] f32 from [S]: function(values [n], shares [n]) -> [n] of each group, spread over the tokens."""
-    weights, edges = shares(batch), np.flatnonzero(np.diff(batch.group_of)) + 1
+    weights, edges = trajectory_weights(batch), np.flatnonzero(np.diff(batch.group_of)) + 1
     parts = [function(v, w) for v, w in zip(np.split(values, edges), np.split(weights, edges), strict=True)]
     return batch.to_tokens(np.concatenate(parts).astype(np.float32))
 

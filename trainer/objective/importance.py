@@ -55,7 +55,7 @@ def effective_share(log_weights: np.ndarray) -> float:
     return float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum()))
 
 
-def bounds(low: float, high: float, setting: str) -> Iterator[str]:
+def bounds_problems(low: float, high: float, setting: str) -> Iterator[str]:
     """The problem of bounds that keep nothing."""
     if low >= high:
         yield f"algorithm.settings.{setting}_low: {low:g} is not below {setting}'s upper bound {high:g}"

@@ -19,7 +19,7 @@ MAX_TOKENS = 2**20
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
-def thinned(batch: Batch, samples: np.ndarray, new_logprobs: np.ndarray) -> Batch:
+def thin_samples(batch: Batch, samples: np.ndarray, new_logprobs: np.ndarray) -> Batch:
     """These samples (rising indices) with the new_logprobs of all their tokens; of more than MAX_TOKENS tokens some, evenly spaced."""
     lengths = batch.lengths[samples]
     chosen = np.arange(0, len(samples), max(1, -(-int(lengths.sum()) // MAX_TOKENS)))
@@ -27,7 +27,7 @@ def thinned(batch: Batch, samples: np.ndarray, new_logprobs: np.ndarray) -> Batc
     return batch.select(samples[chosen]).with_columns({"new_logprobs": new_logprobs[tokens]})
 
 
-def by_lag(batch: Batch, clip: Clip | None, old: str | None) -> dict[str, float]:
+def metrics_by_lag(batch: Batch, clip: Clip | None, old: str | None) -> dict[str, float]:
     """The metrics of each bucket that has a token, and of `all` (docs/algorithms.md lists them); those that are not finite are left out.
 
     The batch has `new_logprobs`, of the training pass. clip: of the ratio to column `old`; either None: nothing is clipped. A token is in
@@ -46,8 +46,8 @@ def by_lag(batch: Batch, clip: Clip | None, old: str | None) -> dict[str, float]
         ("all", slice(None), slice(None)),
         *((name, bucket == i, sample_bucket == i) for i, name in enumerate(BUCKETS)),
     ]:
-        values = of_tokens(d[tokens], None if sides is None else sides[tokens])
-        values |= of_samples(sums[samples], counts[samples])
+        values = token_metrics(d[tokens], None if sides is None else sides[tokens])
+        values |= sample_metrics(sums[samples], counts[samples])
         metrics |= {f"lag/{name}/{what}": value for what, value in values.items() if math.isfinite(value)}
     return metrics
 
@@ -60,7 +60,7 @@ def clip_sides(batch: Batch, clip: Clip, old: str) -> np.ndarray:
     return (is_high | is_low) + (is_high & (batch["advantages"] > 0) | is_low & (batch["advantages"] < 0)).astype(np.int8)
 
 
-def of_tokens(d: np.ndarray, sides: np.ndarray | None) -> dict[str, float]:
+def token_metrics(d: np.ndarray, sides: np.ndarray | None) -> dict[str, float]:
     """Of the log ratios of tokens, [n], in bucket of n, and their clip_sides; nothing where there is none."""
     if not len(d):
         return {}
@@ -80,7 +80,7 @@ def of_tokens(d: np.ndarray, sides: np.ndarray | None) -> dict[str, float]:
     }
 
 
-def of_samples(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+def sample_metrics(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
     """Of samples, from the sum of d over each one's trained tokens and their number, [n]; nothing where there is none."""
     if not len(sums):
         return {}

@@ -13,12 +13,12 @@ import torch
 
 from slimebus.bus.errors import DataError, HookError, SlimebusError
 from slimebus.config import RunConfig
-from slimebus.process import hooks
-from trainer.batches.batch import Batch, Column, Group
+from slimebus.hooks import hooks
+from trainer.batches.batch import Batch, Column, TrainingGroup
 from trainer.batches.flatten import COLUMNS, advantage_problems, flatten
 from trainer.objective.aggregation import token_weights
 from trainer.objective.kl import kl_term
-from trainer.objective.lag_metrics import by_lag
+from trainer.objective.lag_metrics import metrics_by_lag
 from trainer.objective.plugin import Algorithm, Correction, Plugin, TokenLoss
 from trainer.objective.row import Row
 
@@ -105,7 +105,7 @@ class Objective:
 
     # --- what the host computes, on rank 0 ---
 
-    def batch_of(self, groups: Sequence[Group], version: int | None) -> Batch:
+    def batch_of(self, groups: Sequence[TrainingGroup], version: int | None) -> Batch:
         """The batch of these groups. Raises DataError where some samples alone bring advantages."""
         for problem in advantage_problems(groups).values():
             raise DataError(problem)
@@ -206,7 +206,7 @@ class Objective:
         clip, old = self.algorithm.clip, self.old_column(batch)
         if any(correction.provides_old_logprobs for correction in self.corrections):
             old = None  # it is of each row, and no column
-        metrics = by_lag(batch, clip, old)
+        metrics = metrics_by_lag(batch, clip, old)
         share = metrics.get("lag/0/clip_active", 0.0)
         if clip and old == "rollout_logprobs" and share > MOST_CLIPPED and not self._has_warned:
             self._has_warned = True

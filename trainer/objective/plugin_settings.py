@@ -10,7 +10,7 @@ KINDS = {"algorithms": "algorithm.advantage_estimator", "corrections": "algorith
 """Folder of the plug-ins -> the field that names them."""
 
 
-def names(kind: str) -> list[str]:
+def plugin_names(kind: str) -> list[str]:
     """Those of trainer/algorithms or trainer/corrections: the names of their files."""
     return sorted(file.stem for file in (TRAINER / kind).glob("*.py") if not file.stem.startswith("_"))
 
@@ -19,7 +19,7 @@ def names(kind: str) -> list[str]:
 def known_settings() -> Mapping[str, tuple[str, ...]]:
     """Setting -> the plug-ins that have it."""
     found: dict[str, list[str]] = {}
-    for name, file in ((name, TRAINER / kind / f"{name}.py") for kind in KINDS for name in names(kind)):
+    for name, file in ((name, TRAINER / kind / f"{name}.py") for kind in KINDS for name in plugin_names(kind)):
         for setting in settings_of_file(file):
             found.setdefault(setting, []).append(name)
     return {setting: tuple(owners) for setting, owners in found.items()}

@@ -12,7 +12,7 @@ NOISE = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 """Megatron's options with which two forward passes of the same weights differ."""
 
 
-def problems(objective: Objective) -> Iterator[str]:
+def objective_problems(objective: Objective) -> Iterator[str]:
     """All of them."""
     a, algorithm = objective.settings, objective.algorithm
     yield from (problem for plugin in objective.plugins for problem in plugin.problems())
@@ -30,10 +30,10 @@ def problems(objective: Objective) -> Iterator[str]:
     if a.ref_update_interval and not objective.needs_pass("reference_logprobs"):
         why = "no reference model is held: nothing reads it (kl_loss_coef and kl_coef are 0), or a consumer puts its logprobs"
         yield f"algorithm.ref_update_interval: {a.ref_update_interval}, but {why}; remove it"
-    yield from of_demonstrations(objective) if algorithm.is_supervised else of_samples(objective)
+    yield from demonstration_problems(objective) if algorithm.is_supervised else sampling_problems(objective)
 
 
-def of_demonstrations(objective: Objective) -> Iterator[str]:
+def demonstration_problems(objective: Objective) -> Iterator[str]:
     """What has no meaning where no policy sampled."""
     a = objective.settings
     unmeant = {"corrections": a.corrections, "kl_coef": a.kl_coef, "kl_loss_type": a.kl_loss_type == "unbiased" and "unbiased"}
@@ -45,17 +45,17 @@ def of_demonstrations(objective: Objective) -> Iterator[str]:
             )
 
 
-def of_samples(objective: Objective) -> Iterator[str]:
+def sampling_problems(objective: Objective) -> Iterator[str]:
     """What contradicts samples of a policy."""
     for key, value in objective.config.megatron.items():
         if key.replace("-", "_") in NOISE and value and value != "none":
             why = "only sft trains with noise; the ratio of new to old logprobs, and the clip, would measure it"
             yield f"megatron.{key}: {value}, but {why}. Leave it out"
-    yield from of_importance_weights(objective)
-    yield from of_a_cut_distribution(objective)
+    yield from importance_weight_problems(objective)
+    yield from top_p_and_top_k_problems(objective)
 
 
-def of_importance_weights(objective: Objective) -> Iterator[str]:
+def importance_weight_problems(objective: Objective) -> Iterator[str]:
     """What contradicts the corrections that weigh old against the sampler, and what has no effect where the ratio to old is 1."""
     a, algorithm = objective.settings, objective.algorithm
     weights = [name for name, c in zip(a.corrections, objective.corrections, strict=True) if c.is_importance_weight]
@@ -81,7 +81,7 @@ def of_importance_weights(objective: Objective) -> Iterator[str]:
         yield f"algorithm.settings.{name}: no effect: {why}, and nothing is clipped; {remedy}, or leave it out"
 
 
-def of_a_cut_distribution(objective: Objective) -> Iterator[str]:
+def top_p_and_top_k_problems(objective: Objective) -> Iterator[str]:
     """What draws tokens from another distribution than that of the rollout logprobs, where these are read."""
     a, r = objective.settings, objective.config.rollout
     reads = objective.corrections or objective.algorithm.compares_with == "rollout" or a.use_rollout_logprobs

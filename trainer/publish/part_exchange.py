@@ -26,7 +26,7 @@ POLL_S, SLOW_POLL_S = 0.01, 0.2
 LOG_INTERVAL_S = 30.0
 
 
-class Part(msgspec.Struct, kw_only=True):
+class RankPartReport(msgspec.Struct, kw_only=True):
     """One rank's share of a version, complete and served at `address`: what its store made. problem: why there is none.
 
     wait_s, copy_s: how long it held the step up, for the version before it and to gather and copy its tensors.
@@ -58,7 +58,7 @@ class PartExchange:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return cls(TCPStore(host, port, is_master=False, wait_for_workers=False), lineage)
 
-    def post(self, version: int, rank: int, part: Part) -> None:
+    def post(self, version: int, rank: int, part: RankPartReport) -> None:
         """Tell rank 0 of this rank's part."""
         encoded, key = msgspec.msgpack.encode(part), self._key(version, rank)
         starts = range(0, len(encoded), PIECE_BYTES)
@@ -66,10 +66,10 @@ class PartExchange:
             self._store.set(f"{key}/{number}", encoded[start : start + PIECE_BYTES])
         self._store.set(key, str(len(starts)))
 
-    def collect(self, version: int, ranks: Sequence[int], timeout_s: float) -> list[Part]:
+    def collect(self, version: int, ranks: Sequence[int], timeout_s: float) -> list[RankPartReport]:
         """The parts of these ranks, in their order. Raises WeightsError for one that failed or did not come within timeout_s seconds."""
         deadline = time.monotonic() + timeout_s
-        return [self._take(version, rank, deadline) for rank in ranks]
+        return [self._await_part(version, rank, deadline) for rank in ranks]
 
     def end(self) -> None:
         """The run is over: nobody pulls any more."""
@@ -91,7 +91,7 @@ class PartExchange:
         """End a `collect` that another thread waits in."""
         self._closing.set()
 
-    def _take(self, version: int, rank: int, deadline: float) -> Part:
+    def _await_part(self, version: int, rank: int, deadline: float) -> RankPartReport:
         key = self._key(version, rank)
         started = said = time.monotonic()
         while not self._store.check([key]):
@@ -105,17 +105,17 @@ class PartExchange:
             if now - said > LOG_INTERVAL_S:
                 said = now
                 log.warning("version %d waits for the part of rank %d, for %.0f s so far", version, rank, now - started)
-        part = self._read(key)
+        part = self._read_part(key)
         if part.problem:
             raise FatalWeightsError(f"version {version} is not announced: rank {rank} has no part of it: {part.problem}")
         return part
 
-    def _read(self, key: str) -> Part:
+    def _read_part(self, key: str) -> RankPartReport:
         pieces = [f"{key}/{number}" for number in range(int(self._store.get(key)))]
         encoded = b"".join(map(self._store.get, pieces))
         for name in (key, *pieces):
             self._store.delete_key(name)
-        return msgspec.msgpack.decode(encoded, type=Part)
+        return msgspec.msgpack.decode(encoded, type=RankPartReport)
 
     def _key(self, version: int, rank: int) -> str:
         return f"{self._lineage}/{version}/{rank}"

@@ -27,7 +27,7 @@ from slimebus.weights.tensors import Tensor, digest_of
 from slimebus.weights.threads import num_threads
 from trainer.model import parallel
 from trainer.model.policy import Policy
-from trainer.publish.part_exchange import Part, PartExchange
+from trainer.publish.part_exchange import PartExchange, RankPartReport
 from trainer.publish.rank_part import RankPart
 
 log = logging.getLogger("trainer")
@@ -47,15 +47,15 @@ class Coordinator:
         self.client, self.lineage, self.exchange, self.others, self.chain = client, lineage, exchange, others, chain
         self._announced: Publish | None = None
         self.metrics: dict[str, float] = {}
-        """Of the newest complete version, over all parts; see `measured`."""
+        """Of the newest complete version, over all parts; see `publish_metrics`."""
 
-    def announce(self, version: int, own: Part) -> None:
+    def announce(self, version: int, own: RankPartReport) -> None:
         """Wait for the other parts, then tell the broker. Raises SlimebusError, naming the rank, when a part is unavailable."""
         parts = [own, *self.exchange.collect(version, self.others, PARTS_TIMEOUT_S)]
         forms = [form for part in parts if part.made for form in part.made.forms]
         if len({form.name for form in forms}) != len(forms):
             raise FatalWeightsError(f"version {version}: two ranks publish a tensor of one name")
-        self.metrics = measured(version, parts)
+        self.metrics = publish_metrics(version, parts)
         digest, publishers = digest_of(forms), [part.address for part in parts]
         if self.chain is not None:
             self.chain.announce(version, digest)
@@ -74,7 +74,7 @@ class Coordinator:
             self.client.submit(announced)
 
 
-def measured(version: int, parts: Sequence[Part]) -> dict[str, float]:
+def publish_metrics(version: int, parts: Sequence[RankPartReport]) -> dict[str, float]:
     """The fraction of values that changed, the size of the delta and of the model; in seconds, of the rank that took longest: encoding
     and its stages, and how long the step waited for the version before and for the copy out of the model.
     """
@@ -116,7 +116,7 @@ class Publication:
     def begin(self, version: int) -> None:
         """A new lineage, the same on all ranks, begins at `version`. Raises SlimebusError when this rank cannot serve its part."""
         disk = self.resolved.weights_dir
-        self.lineage = parallel.share(secrets.token_hex(6), str)
+        self.lineage = parallel.broadcast_value(secrets.token_hex(6), str)
         owners, rank, weights = self.policy.export.owners, parallel.rank(), self.config.weights
         if rank not in owners:
             return
@@ -131,7 +131,7 @@ class Publication:
             keyring = PullKeyring.for_client(self._client)
             self.coordinator = Coordinator(self._client, self.lineage, self._exchange, owners[1:], chain)
         elif chain is None and self.resolved.keys_path is not None:
-            self._key_client = connect.client_of(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")
+            self._key_client = connect.make_client(self.resolved, self.broker, role="trainer", name=f"trainer-rank{rank}")
             keyring = PullKeyring(self._key_client)
         store = VersionStore(
             keep=KEPT_VERSIONS,
@@ -151,7 +151,7 @@ class Publication:
         else:
             deque(tensors, maxlen=0)  # its part in merging what others publish
 
-    def _report(self, version: int, part: Part) -> None:
+    def _report(self, version: int, part: RankPartReport) -> None:
         if self.coordinator is None:
             self._exchange.post(version, parallel.rank(), part)
         elif not part.problem:  # else it is raised where it is waited for

@@ -15,7 +15,7 @@ from slimebus.weights.pull.connection import with_key
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import TensorLike, canonical
-from trainer.publish.part_exchange import Part
+from trainer.publish.part_exchange import RankPartReport
 
 IN_FLIGHT_BYTES = 1 << 29
 """Of copies to the host that are under way: what they read holds GPU memory until they have ended."""
@@ -37,8 +37,8 @@ class HostSnapshot:
         self._in_flight = 0
 
     @torch.no_grad()
-    def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> CopiedTensors:
-        """These tensors in bfloat16, router biases in float32. Updates of weights do not touch what is returned, the next `take` may."""
+    def copy_to_host(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> CopiedTensors:
+        """These tensors in bfloat16, router biases in float32. Updates of weights do not change the copies; the next `copy_to_host` may."""
         before, self._buffers = self._buffers, {}
         for name, tensor in tensors:
             buffer = before.get(name)
@@ -47,7 +47,7 @@ class HostSnapshot:
                 buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
             self._copy(tensor, buffer)
-        self._wait()
+        self._wait_for_copies()
         return {name: _bits(buffer) for name, buffer in self._buffers.items()}
 
     def _copy(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -64,9 +64,9 @@ class HostSnapshot:
         rounded.record_stream(stream)
         self._in_flight += rounded.nbytes
         if self._in_flight > IN_FLIGHT_BYTES:
-            self._wait()
+            self._wait_for_copies()
 
-    def _wait(self) -> None:
+    def _wait_for_copies(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
         self._in_flight = 0
@@ -93,7 +93,7 @@ class RankPart:
         config: RunConfig,
         store: VersionStore,
         keyring: PullKeyring | None,
-        report: Callable[[int, Part], None],
+        report: Callable[[int, RankPartReport], None],
         *,
         place: int = 0,
         broker: str = "",
@@ -116,13 +116,15 @@ class RankPart:
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Make this version, the next one, from these tensors. Returns once they are copied; the rest goes on beside training."""
-        with self.spans("wait for publisher") as wait:  # the version before must be out: its thread still reads what `take` returned
+        with self.spans(
+            "wait for publisher"
+        ) as wait:  # the version before must be out: its thread still reads what `copy_to_host` returned
             self.wait()
         with self.spans("copy", version=version) as copy:
-            copied = self._snapshot.take(tensors)
-        self._pending = self._thread.submit(self._make, version, copied, wait.seconds, copy.seconds)
+            copied = self._snapshot.copy_to_host(tensors)
+        self._pending = self._thread.submit(self._encode_and_report, version, copied, wait.seconds, copy.seconds)
 
-    def _make(self, version: int, copied: CopiedTensors, wait_s: float, copy_s: float) -> None:
+    def _encode_and_report(self, version: int, copied: CopiedTensors, wait_s: float, copy_s: float) -> None:
         try:
             with self.spans("encode", version=version) as work:
                 made = self.store.publish(copied, version=version)
@@ -130,9 +132,9 @@ class RankPart:
             if self.chain is not None:
                 self.chain.write(self.store)
         except BaseException as problem:  # of any kind: rank 0 must not wait for a part that never comes
-            self.report(version, Part(problem=f"{type(problem).__name__}: {problem}"))
+            self.report(version, RankPartReport(problem=f"{type(problem).__name__}: {problem}"))
             raise
-        self.report(version, Part(address=self.address, made=made, wait_s=wait_s, copy_s=copy_s))
+        self.report(version, RankPartReport(address=self.address, made=made, wait_s=wait_s, copy_s=copy_s))
 
     def wait(self) -> None:
         """Until the last publish is announced. Raises what made it fail."""

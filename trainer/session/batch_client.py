@@ -18,10 +18,10 @@ from slimebus.bus.errors import DataError, SlimebusError, Unreachable
 from slimebus.bus.messages import Batch, BatchReply, Commit, Fetch, FetchReply, Message, Reject, Resume
 from slimebus.bus.samples import Sample, decode_group
 from slimebus.bus.transport.client import Client
-from slimebus.bus.transport.request import Reply
+from slimebus.bus.transport.request import ReceivedReply
 from slimebus.client.connect import BROKER_AWAY_S
 from slimebus.config import RunConfig
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.batches.flatten import advantage_problems, check_sample, is_failed
 from trainer.objective.objective import Objective
 from trainer.session.step_batch import StepBatch, lag_of
@@ -57,7 +57,7 @@ class BatchClient:
         self.client.call(Resume(step=step, version=version, lineage=lineage, parent=parent), timeout_s=BROKER_AWAY_S)
         self._trained = step
 
-    def take(self, step: int, wait_s: float | None = None) -> StepBatch | None:
+    def take_batch(self, step: int, wait_s: float | None = None) -> StepBatch | None:
         """The groups of `step`, or None when they are not here after wait_s seconds (None: however long it takes).
 
         Steps are taken in order: the next one's are asked for once these are here.
@@ -103,7 +103,7 @@ class BatchClient:
                 try:
                     samples = self._decode(frames)
                     batch.lags += [checked_lag(sample, reply) for sample in samples]
-                    batch.groups.append(Group(group, samples))
+                    batch.groups.append(TrainingGroup(group, samples))
                 except SlimebusError as bad:
                     problems[group] = f"group {group}: {bad.text}"
             del wanted[: len(records)]
@@ -129,14 +129,14 @@ class BatchClient:
         first = {group: text[:MAX_REASON_CHARS] for group, text in islice(problems.items(), MAX_REJECTED)}
         for text in first.values():
             log.error("handed back to the broker, to be sampled again: %s", text)
-        self._ask(Reject(step=step, groups=first))
+        self._request_batch(Reject(step=step, groups=first))
         return len(first)
 
     def _await_batch(self, step: int) -> BatchReply:
         started = time.monotonic()
         log_at = started + WAIT_S
         while True:
-            reply = self._ask(Batch(step=step, wait_s=WAIT_S, trained=self._trained)).expect(BatchReply)
+            reply = self._request_batch(Batch(step=step, wait_s=WAIT_S, trained=self._trained)).expect(BatchReply)
             if reply.groups:
                 return reply
             now = time.monotonic()
@@ -146,14 +146,14 @@ class BatchClient:
 
     def _fetch(self, wanted: list[str]) -> list[Sequence[Any]]:
         """The bulk frames of each of the first of these groups, at least one."""
-        reply = self._ask(Fetch(groups=wanted))
+        reply = self._request_batch(Fetch(groups=wanted))
         num_frames = reply.expect(FetchReply).num_frames
         if not 0 < len(num_frames) <= len(wanted):
             raise SlimebusError(f"broker answered fetch of {len(wanted)} groups with {len(num_frames)}", code="protocol")
         ends = accumulate(num_frames)
         return [reply.bulk[end - n : end] for n, end in zip(num_frames, ends, strict=True)]
 
-    def _ask(self, message: Message) -> Reply:
+    def _request_batch(self, message: Message) -> ReceivedReply:
         """The answer, however long the broker is away: the client's log says since when. Raises Unreachable once `close` was called."""
         while True:
             try:

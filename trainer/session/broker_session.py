@@ -99,7 +99,7 @@ class BrokerSession:
 
     def __init__(self, resolved: Resolved, broker: str | None, *, take_over: bool = False) -> None:
         self.config, self.base = resolved.config, resolved.base
-        self.client = connect.client_of(resolved, broker, role="trainer", name="trainer")
+        self.client = connect.make_client(resolved, broker, role="trainer", name="trainer")
         self.lost: SlimebusError | None = None
         self._finished = threading.Event()
         self._metrics: dict[str, float] = {}
@@ -131,12 +131,12 @@ class BrokerSession:
         self.batch_client.resume(start.step, start.version, publication.lineage, start.lineage)
         log.info("training from step %d of %d", start.step, self.config.rollout.num_rollout)
 
-    def take(self, step: int, wait_s: float) -> StepBatch | None:
+    def take_batch(self, step: int, wait_s: float) -> StepBatch | None:
         """The batch of `step`, or None when it is not here after wait_s seconds. Raises Fenced when another trainer took over."""
         if self.lost is not None:
             raise self.lost
         assert self.batch_client is not None  # begin() came first
-        return self.batch_client.take(step, wait_s)
+        return self.batch_client.take_batch(step, wait_s)
 
     def record(self, batch: StepBatch) -> None:
         """Into metrics/batches.jsonl, before it is trained: of rows with one step, the last is what the weights learned from."""

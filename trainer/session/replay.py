@@ -18,7 +18,7 @@ from slimebus.client.exported_groups import BATCHES_FILE, GROUPS_FILE, folders_o
 from slimebus.config import Resolved
 from slimebus.telemetry.metrics import MetricsWriter
 from slimebus.weights.tensors import hash_bytes, host_bytes
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.batches.flatten import check_sample, is_failed
 from trainer.checkpoint.folder import Progress, complete_checkpoints, step_of
 from trainer.session.step_batch import EndOfBatches, StepBatch, lag_of
@@ -59,7 +59,7 @@ class ReplaySource:
         self.first_step, self.num_left_out = min(self.rows), sum(step >= end for step in rows)
         self.has_own_rates = any(name in OF_THE_RATE and place.startswith("--") for name, place in resolved.origin.items())
         self.metrics = resolved.run_dir / "replay"
-        keep_as_older(self.metrics / "trainer.jsonl")
+        rename_existing(self.metrics / "trainer.jsonl")
         self.writer = MetricsWriter(self.metrics, "trainer")
         self._vocab_size, self._base = 0, resolved.base
         self._fields: set[str] = set()
@@ -108,12 +108,12 @@ class ReplaySource:
             text = "no learning rate is recorded of step %d%s for each optimizer step: it is the schedule's, counted from its checkpoint"
             log.warning(text, lacking[0], f" and {len(lacking) - 1} more" if len(lacking) > 1 else "")
 
-    def take(self, step: int, wait_s: float) -> StepBatch:
+    def take_batch(self, step: int, wait_s: float) -> StepBatch:
         """The batch of `step`. Raises EndOfBatches after the last one, DataError when its groups cannot be trained."""
         if step not in self.rows:
             raise EndOfBatches
         row, following = self.rows[step], self.rows.get(step + 1)
-        groups = [Group(name, self._samples(name)) for name in row.groups]
+        groups = [TrainingGroup(name, self._samples(name)) for name in row.groups]
         lags = [lag_of(sample, row.version) for group in groups for sample in group.samples]
         if not lags:
             raise DataError(f"{self.folder}: step {step} has no sample that can be trained: those of its {len(groups)} groups all failed")
@@ -181,9 +181,9 @@ class ReplayStart:
         from trainer.checkpoint.trained_state import restore_random_state
         from trainer.model import parallel
 
-        first = parallel.share(self.source.first_step if self.source else None, int)
+        first = parallel.broadcast_value(self.source.first_step if self.source else None, int)
         held = [step for step in map(step_of, complete_checkpoints(self.directory)) if step <= first]
-        newest = parallel.share(max(held, default=-1), int)
+        newest = parallel.broadcast_value(max(held, default=-1), int)
         found = load_step(self.directory, policy, newest) if newest >= 0 else Progress(0, 0, 0)
         random = random_file(self.folder, parallel.rank())
         if random.exists():
@@ -218,7 +218,7 @@ class ReplayStart:
         log.info("replayed to step %d; BLAKE3 of the weights: %s", self._next_step - 1, hash_bytes(text.encode()))
 
 
-def keep_as_older(file: Path) -> None:
+def rename_existing(file: Path) -> None:
     """Move it, if it is there, to `NAME-1.jsonl` beside it, or the first number that is free."""
     if file.exists():
         file.rename(next(path for n in itertools.count(1) if not (path := file.with_stem(f"{file.stem}-{n}")).exists()))

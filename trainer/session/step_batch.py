@@ -12,7 +12,7 @@ import numpy as np
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.sample_table import oldest_version
 from slimebus.bus.samples import Sample
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.checkpoint.folder import Progress
 
 ZERO_VARIANCE = "zero_variance"
@@ -50,7 +50,7 @@ class StepBatch(msgspec.Struct):
     step: int
     version: int
     next_version: int
-    groups: list[Group]
+    groups: list[TrainingGroup]
     lags: list[int]
     num_rejected: int = 0
     learning_rates: tuple[float, ...] = ()
@@ -61,8 +61,8 @@ class StepBatch(msgspec.Struct):
         return [sample for group in self.groups for sample in group.samples]
 
     def plan(self, schedule: Sequence[float], num_passes: int = 1) -> StepPlan:
-        """How this batch is trained: in an optimizer step for each learning rate of the schedule, of which each pass has its share, fewer
-        where it has fewer groups. Rates that are recorded of as many steps go before those of the schedule."""
+        """How this batch is trained: in one optimizer step for each learning rate of the schedule, divided among the passes, and in fewer
+        where it has fewer groups. Recorded rates replace the schedule where they are of as many steps."""
         num_steps = min(len(schedule) // num_passes, len(self.groups))
         if len(self.learning_rates) != num_steps * num_passes:
             self.learning_rates = tuple(schedule[: num_steps * num_passes])
@@ -129,7 +129,7 @@ class BatchSource(Protocol):
     def begin(self, start: Progress, publication: Any, vocab_size: int) -> None:
         """Training begins where `start` ends; the versions are those of `publication`. Token ids are below vocab_size."""
 
-    def take(self, step: int, wait_s: float) -> StepBatch | None:
+    def take_batch(self, step: int, wait_s: float) -> StepBatch | None:
         """The batch of `step`, or None when it is not here after wait_s seconds. Raises EndOfBatches."""
 
     def record(self, batch: StepBatch) -> None:

@@ -135,7 +135,7 @@ class SampleDump:
             unfinished.mkdir(parents=True)
             write_batch(unfinished, msgspec.structs.replace(batch, groups=kept))
             self._make_room(batch.step, count)
-            unfinished.rename(self._place(batch.step))
+            unfinished.rename(self._step_folder(batch.step))
             self._counts[batch.step] = count
         except (OSError, SlimebusError) as bad:
             log.error("the samples of step %d cannot be kept: %s", batch.step, bad)
@@ -144,7 +144,7 @@ class SampleDump:
         for old in sorted(self._counts):
             if old >= step or sum(self._counts.values()) + count > self.limit:
                 del self._counts[old]
-                shutil.rmtree(self._place(old), ignore_errors=True)  # someone may have removed it
+                shutil.rmtree(self._step_folder(old), ignore_errors=True)  # someone may have removed it
 
-    def _place(self, step: int) -> Path:
+    def _step_folder(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"

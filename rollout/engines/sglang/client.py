@@ -204,11 +204,11 @@ class EngineClient:
 
     async def model_info(self, *, retry_s: float | None = None) -> dict[str, Any]:
         """`/model_info`: model_path and weight_version among others."""
-        return await self._get("/model_info", retry_s)
+        return await self._get_json("/model_info", retry_s)
 
     async def server_info(self, *, retry_s: float | None = None) -> dict[str, Any]:
         """`/server_info`: how the engine was started, and its load in `internal_states`."""
-        return await self._get("/server_info", retry_s)
+        return await self._get_json("/server_info", retry_s)
 
     async def weight_version(self, *, retry_s: float | None = None) -> str:
         """The version name that the engine serves; retry_s: for how long a lost connection is tried again, if not as usual."""
@@ -219,7 +219,7 @@ class EngineClient:
         return await self.status("/ready", timeout_s) == 200
 
     async def answers(self, timeout_s: float, *, generates: bool = False) -> bool:
-        """Whether anything answers within `timeout_s`, be it an error; generates: whether a token is made within it. Never raises."""
+        """Whether anything answers within `timeout_s`, an error too; generates: whether a token is made within it. Never raises."""
         # /ping is the HTTP process's own; /health_generate is 200 once any request gets a token.
         return await self.status("/health_generate", timeout_s) == 200 if generates else await self.status("/ping", timeout_s) != 0
 
@@ -243,7 +243,7 @@ class EngineClient:
 
     # -- HTTP ----------------------------------------------------------------------------------------------------
 
-    async def _get(self, path: str, retry_s: float | None = None) -> dict[str, Any]:
+    async def _get_json(self, path: str, retry_s: float | None = None) -> dict[str, Any]:
         return self._decoded(path, await self._call(path, retry_s=retry_s), _object)
 
     def _open(self) -> aiohttp.ClientSession:
@@ -259,7 +259,7 @@ class EngineClient:
     async def status(self, path: str, timeout_s: float) -> int:
         """Of the answer to a GET; 0 when there is none in time. Never raises."""
         try:
-            return (await self._send(path, None, timeout_s))[0]
+            return (await self._send_once(path, None, timeout_s))[0]
         except (aiohttp.ClientError, TimeoutError, Unreachable):
             return 0
 
@@ -274,11 +274,11 @@ class EngineClient:
         retry_s = self._retry_s if retry_s is None else retry_s
         failing_since_s, pause_s = 0.0, RETRY_FIRST_S
         for attempt in itertools.count():
-            names = _name(rids, attempt) if isinstance(rids, str) else [_name(rid, attempt) for rid in rids]
+            names = _attempt_rid(rids, attempt) if isinstance(rids, str) else [_attempt_rid(rid, attempt) for rid in rids]
             named = {**(body or {}), "rid": names} if rids else body
             payload = None if named is None else msgspec.json.encode(named, enc_hook=_as_plain)
             try:
-                status, reply = await self._send(path, payload, timeout_s, headers, method)
+                status, reply = await self._send_once(path, payload, timeout_s, headers, method)
             except TimeoutError:
                 raise Unreachable(f"engine {self.url} did not answer {path} within {timeout_s:.0f} s") from None
             except aiohttp.ClientError as error:
@@ -286,18 +286,18 @@ class EngineClient:
             if status in DONE_STATUS:
                 return reply
             if status and status not in RETRIED_STATUS:
-                text = f"engine {self.url}: {path} answered {status}: {_text(reply)}"
+                text = f"engine {self.url}: {path} answered {status}: {_error_text(reply)}"
                 raise UsageError(text) if 400 <= status < 500 else EngineError(text)
             # Counted from the first failure: how long a request ran before it was lost is not part of the outage.
             failing_since_s = failing_since_s or time.monotonic()
             if time.monotonic() + pause_s > failing_since_s + retry_s:
                 last = f"{status} " if status else ""
-                raise Unreachable(f"engine {self.url}: {path} failed for {retry_s:.0f} s, last: {last}{_text(reply)}")
+                raise Unreachable(f"engine {self.url}: {path} failed for {retry_s:.0f} s, last: {last}{_error_text(reply)}")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_LONGEST_S)
         raise AssertionError("unreachable")
 
-    async def _send(
+    async def _send_once(
         self, path: str, payload: bytes | None, timeout_s: float, headers: Mapping[str, str] | None = None, method: str = ""
     ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0)
@@ -306,7 +306,7 @@ class EngineClient:
             return response.status, await response.read()
 
 
-def _name(rid: str, attempt: int) -> str:
+def _attempt_rid(rid: str, attempt: int) -> str:
     """What an attempt at the request is called; /abort_request with the first attempt's name ends any."""
     return rid + RID_END + (f"{attempt}{RID_END}" if attempt else "")
 
@@ -317,7 +317,7 @@ def _as_plain(value: Any) -> Any:
     return found
 
 
-def _text(reply: bytes) -> str:
+def _error_text(reply: bytes) -> str:
     """The message in an error answer, whichever of SGLang's shapes it has."""
     try:
         value = msgspec.json.decode(reply)

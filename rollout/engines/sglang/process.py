@@ -16,7 +16,7 @@ from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.config.engine_plan import EngineSpec, visible
 from slimebus.config.schema import RunConfig
 from slimebus.process.launch import ChildProcess, free_port
-from slimebus.process.process_guard import ending
+from slimebus.process.process_guard import describe_exit_status
 
 LOG_TAIL_LINES = 30
 STOP_S = 10.0
@@ -35,7 +35,7 @@ class EngineProcess:
     """
 
     def __init__(self, command: list[str], url: str, log_path: Path, *, env: dict[str, str] | None = None, api_key: str = "") -> None:
-        """api_key: what the command was told that clients must send."""
+        """api_key: the key that clients of the command must send."""
         self.command, self.url, self.log_path, self.api_key = command, url.rstrip("/"), log_path, api_key
         self.environment = {"PYTHONSAFEPATH": "1", **(env or {})}
         self._child: ChildProcess | None = None
@@ -66,7 +66,7 @@ class EngineProcess:
     def why(self, text: str) -> str:
         """This text, how the process ended, and the tail of its log."""
         status = None if self._child is None else self._child.process.poll()
-        ended = "" if status is None else f" ({ending(status)})"
+        ended = "" if status is None else f" ({describe_exit_status(status)})"
         tail = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"{text}{ended}; command: {' '.join(self.command)}; the end of {self.log_path}:", *tail])
 

@@ -108,7 +108,7 @@ class BroadcastGroup:
         port = free_port()
         ours = asyncio.ensure_future(asyncio.to_thread(self._meet, port))
         theirs = asyncio.ensure_future(self.calls.join_group(self.name, self.address, port, 1 + self.num_ranks))
-        self._group = await self._both(ours, theirs, f"no engine came to {self.address}:{port} within {JOIN_TIMEOUT_S:.0f} s")
+        self._group = await self._await_both(ours, theirs, f"no engine came to {self.address}:{port} within {JOIN_TIMEOUT_S:.0f} s")
 
     def _meet(self, port: int) -> Any:
         import torch.distributed as dist
@@ -128,7 +128,7 @@ class BroadcastGroup:
         largest_first = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])  # so that none is misaligned
         ours = asyncio.ensure_future(asyncio.to_thread(self._broadcast, largest_first))
         theirs = asyncio.ensure_future(self.calls.receive(largest_first, self.name, tag))
-        await self._both(ours, theirs, f"the engine did not take its weights within {SEND_TIMEOUT_S:.0f} s")
+        await self._await_both(ours, theirs, f"the engine did not take its weights within {SEND_TIMEOUT_S:.0f} s")
 
     def _broadcast(self, tensors: Sequence[SharedTensor]) -> None:
         import torch
@@ -138,7 +138,7 @@ class BroadcastGroup:
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([torch.from_numpy(np.concatenate([tensor.read() for tensor in tensors]))], options).wait()
 
-    async def _both(self, ours: "asyncio.Future[Any]", theirs: "asyncio.Future[None]", why: str) -> Any:
+    async def _await_both(self, ours: "asyncio.Future[Any]", theirs: "asyncio.Future[None]", why: str) -> Any:
         """What ours gives, once both are done. Of a failure the engine's words are raised rather than torch's."""
         try:
             await asyncio.wait({ours, theirs}, return_when=asyncio.FIRST_EXCEPTION)
@@ -265,14 +265,14 @@ async def find_route(client: EngineClient, setting: Kind | Literal["auto"]) -> W
     num_ranks = int(about.get("tp_size") or 1) * int(about.get("pp_size") or 1)
     has_replicas = int(about.get("dp_size") or 1) > 1  # SGLang takes no tensors then
     if setting == "auto":
-        setting = "broadcast" if is_sglang and not has_replicas and not is_here(client.url) else "disk"
+        setting = "broadcast" if is_sglang and not has_replicas and not is_this_host(client.url) else "disk"
     elif setting == "broadcast" and (not is_sglang or has_replicas):
         why = "data-parallel replicas" if has_replicas else "the embedded engine"
         raise ConfigError(f"engine.weight_route is broadcast, but {why} at {client.url} can only load from a directory; set auto or disk")
     return WeightRoute(setting, num_ranks, is_sglang)
 
 
-def is_here(url: str) -> bool:
+def is_this_host(url: str) -> bool:
     """Whether the host of this URL is an address of this machine. Nothing is sent."""
     host = urlsplit(url).hostname or ""
     try:

@@ -31,7 +31,7 @@ from slimebus.bus import envelope, protocol
 from slimebus.bus import messages as m
 from slimebus.bus.errors import Fenced, ProtocolError, SlimebusError, Unreachable, UsageError
 from slimebus.bus.transport.dealer import Dealer
-from slimebus.bus.transport.request import Pending, Reply, Silence
+from slimebus.bus.transport.request import Pending, ReceivedReply, Silence
 from slimebus.security.credentials import Credentials
 from slimebus.security.exposure import is_address, reachable
 
@@ -90,7 +90,7 @@ class Client:
         self.keys_generation = 0
         """Of the server's allow-list, as the last heartbeat's answer says; 0 without heartbeats or keys."""
         self._beat_every_s, self._next_beat = 0.0, float("inf")
-        self._last_beat: Future[Reply] | None = None
+        self._last_beat: Future[ReceivedReply] | None = None
         self._on_hint: Callable[[m.Hint], None] = lambda hint: None
         self._hints: Any = None
         self._hints_address = self._subscribed_to = ""
@@ -118,7 +118,7 @@ class Client:
 
     def submit(
         self, message: m.Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0, resend_s: float | None = None
-    ) -> "Future[Reply]":
+    ) -> "Future[ReceivedReply]":
         """Send, and return a future of the reply. It fails with Unreachable after `timeout_s` seconds; close() cancels it."""
         pending = Pending(message, bulk, timeout_s, resend_s or self.resend_s)
         with self._gate:
@@ -129,11 +129,13 @@ class Client:
                 os.write(self._wake_w, b"!")
         return pending.future
 
-    def call(self, message: m.Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0) -> Reply:
+    def call(self, message: m.Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0) -> ReceivedReply:
         """Send and block for the reply. Raises SlimebusError."""
         return self.submit(message, bulk, timeout_s=timeout_s).result()
 
-    async def ask(self, message: m.Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0, resend_s: float | None = None) -> Reply:
+    async def ask(
+        self, message: m.Message, bulk: Sequence[Any] = (), *, timeout_s: float = 30.0, resend_s: float | None = None
+    ) -> ReceivedReply:
         """Send and await the reply. Raises SlimebusError."""
         return await asyncio.wrap_future(self.submit(message, bulk, timeout_s=timeout_s, resend_s=resend_s))
 
@@ -153,7 +155,7 @@ class Client:
         hello.protocol, hello.oldest = m.PROTOCOL_VERSION, m.OLDEST_PROTOCOL
         return hello
 
-    def _enter(self, reply: Reply) -> m.Welcome:
+    def _enter(self, reply: ReceivedReply) -> m.Welcome:
         welcome = reply.expect(m.Welcome)
         self.run, self.epoch, self.protocol = welcome.run, welcome.epoch, welcome.protocol
         return welcome
@@ -235,7 +237,7 @@ class Client:
     def _wait(self) -> None:
         now = time.monotonic()  # what is due and was not sent waits for an answer or a connection, which wake us
         due = (p.deadline if p.resend_at <= now else min(p.deadline, p.resend_at) for p in self._pending.values())
-        next_beat = self._next_beat if self._may_beat else float("inf")
+        next_beat = self._next_beat if self._can_send_heartbeat else float("inf")
         until = min(next_beat, self._dealer.reopen_at, now + LONGEST_POLL_S, min(due, default=float("inf")))
         poller = zmq.Poller()
         for source in (self._wake_r, self._dealer.socket, self._dealer.monitor, self._hints):
@@ -322,9 +324,9 @@ class Client:
                 continue
             pending = self._pending.pop(got.header.id, None)
             if pending is not None and isinstance(got.message, m.Error):
-                self._refused(got.header.id, pending, envelope.problem_of(got.message, self.peer))
+                self._on_refusal(got.header.id, pending, envelope.problem_of(got.message, self.peer))
             elif pending is not None:
-                pending.resolve(Reply(got.message, got.bulk))
+                pending.resolve(ReceivedReply(got.message, got.bulk))
             elif isinstance(got.message, m.Error) and got.message.code == "protocol_version":  # it could not even read our ids
                 problem = protocol.unreadable(got.header.v)
                 self._fail_all(ProtocolError(f"{self.peer} at {self.address}: {problem.text}", code=problem.code))
@@ -342,7 +344,7 @@ class Client:
         for one in pending:
             one.resolve(problem)
 
-    def _refused(self, request_id: int, pending: Pending, problem: SlimebusError) -> None:
+    def _on_refusal(self, request_id: int, pending: Pending, problem: SlimebusError) -> None:
         """Send the request again where that may help, else fail it."""
         if pending.future.cancelled():
             return
@@ -378,9 +380,9 @@ class Client:
             return
         self._is_rejoining = True
         log.warning("the %s at %s does not know %s any more; joining again", self.peer, self.address, self.name)
-        self._submit_own(self._hello(), REJOIN_S, self._rejoined, resend_s=self.resend_s)
+        self._submit_own(self._hello(), REJOIN_S, self._on_rejoin_reply, resend_s=self.resend_s)
 
-    def _rejoined(self, future: "Future[Reply]") -> None:
+    def _on_rejoin_reply(self, future: "Future[ReceivedReply]") -> None:
         self._is_rejoining = False
         if future.cancelled():
             return
@@ -392,8 +394,8 @@ class Client:
             self._on_lost(problem)
 
     def _submit_own(
-        self, message: m.Message, timeout_s: float, then: "Callable[[Future[Reply]], None]", *, resend_s: float
-    ) -> "Future[Reply]":
+        self, message: m.Message, timeout_s: float, then: "Callable[[Future[ReceivedReply]], None]", *, resend_s: float
+    ) -> "Future[ReceivedReply]":
         """Send a request of the thread itself."""
         pending = Pending(message, (), timeout_s, resend_s)
         pending.future.add_done_callback(then)
@@ -423,16 +425,18 @@ class Client:
         if self._beat is None or now < self._next_beat:
             return
         self._silence.begin()
-        if self._may_beat:
+        if self._can_send_heartbeat:
             self._next_beat, limit_s = now + self._beat_every_s, 4 * self._beat_every_s
-            self._last_beat = self._submit_own(self._beat(), limit_s, functools.partial(self._beaten, time.time()), resend_s=limit_s)
+            self._last_beat = self._submit_own(
+                self._beat(), limit_s, functools.partial(self._on_heartbeat_reply, time.time()), resend_s=limit_s
+            )
 
     @property
-    def _may_beat(self) -> bool:
+    def _can_send_heartbeat(self) -> bool:
         """False while a heartbeat waits for its answer, and without a connection: a later one will say what is true then."""
         return self._dealer.is_connected and (self._last_beat is None or self._last_beat.done())
 
-    def _beaten(self, sent_at: float, future: "Future[Reply]") -> None:
+    def _on_heartbeat_reply(self, sent_at: float, future: "Future[ReceivedReply]") -> None:
         if future.cancelled():
             return
         try:
@@ -445,7 +449,7 @@ class Client:
             if self._fenced is not None:
                 self._fail_all(self._fenced)
             return
-        if self._hints_address and message.hints:  # a broker that was started again may have bound another port
+        if self._hints_address and message.hints:  # a broker that was restarted may have bound another port
             self._hints_address = message.hints
         self.keys_generation = message.keys
         if message.time:

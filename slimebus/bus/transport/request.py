@@ -12,7 +12,7 @@ from slimebus.bus.messages import Message, wire_name
 M = TypeVar("M", bound=Message)
 
 
-class Reply(NamedTuple):
+class ReceivedReply(NamedTuple):
     """A decoded reply and its bulk frames."""
 
     message: Message
@@ -34,9 +34,9 @@ class Pending:
         self.message, self.bulk, self.timeout_s, self.resend_s = message, bulk, timeout_s, resend_s
         self.deadline, self.resend_at = now + timeout_s, now
         self.size_bytes, self.sent_on = sum(map(len, bulk)), 0
-        self.future: Future[Reply] = Future()
+        self.future: Future[ReceivedReply] = Future()
 
-    def resolve(self, result: Reply | SlimebusError) -> None:
+    def resolve(self, result: ReceivedReply | SlimebusError) -> None:
         """Give the waiting caller the answer, or the error."""
         if not self.future.set_running_or_notify_cancel():
             return

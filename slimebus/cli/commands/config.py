@@ -13,7 +13,7 @@ from slimebus.config.file_checks import external_problems, file_problems, teache
 from slimebus.config.flags import META, ConfigCommand, config_argument, from_context, trainer_options
 from slimebus.config.load import raise_all, read, without
 from slimebus.config.schema import OPEN_MAPS, paths, sections
-from slimebus.telemetry.formatting import columns
+from slimebus.telemetry.formatting import align_columns
 
 FIRST = ("data.prompt_data", "model.hf_checkpoint", "rollout.num_rollout", "rollout.rm_type", "optimizer.lr", "broker.max_staleness")
 VALUES = {"data.prompt_data": "[prompts.jsonl]", "model.hf_checkpoint": "model"}
@@ -36,7 +36,7 @@ def show(ctx: click.Context, run_yaml: Path | None, as_json: bool) -> None:
     values = {name: operator.attrgetter(name)(resolved.config) for name in [*paths(), *OPEN_MAPS] if name != "eval.datasets"}
     values |= {f"eval.datasets.{name}": dataset for name, dataset in resolved.config.eval.datasets.items()}
     rows = {name: [msgspec.to_builtins(value), resolved.origin.get(name, "default")] for name, value in values.items()}
-    lines = columns((name, json.dumps(value), origin) for name, (value, origin) in rows.items())
+    lines = align_columns((name, json.dumps(value), origin) for name, (value, origin) in rows.items())
     click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(lines))
 
 

@@ -10,9 +10,9 @@ import click
 
 from slimebus.bus.errors import SlimebusError
 from slimebus.bus.messages import NO_VERSION, Command, CommandReply
-from slimebus.client.connect import RESTART_S, visit
-from slimebus.config.flags import RunCommand, Target, asks_broker, of_run
-from slimebus.telemetry.formatting import columns
+from slimebus.client.connect import RESTART_S, connect_without_joining
+from slimebus.config.flags import RunCommand, RunTarget, asks_broker, of_run
+from slimebus.telemetry.formatting import align_columns
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
@@ -34,25 +34,25 @@ def engines() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @of_run()
 @asks_broker(TIMEOUT_S)
-def list_(run: Target, broker: str | None, timeout_s: float, as_json: bool) -> None:
+def list_(run: RunTarget, broker: str | None, timeout_s: float, as_json: bool) -> None:
     """List the engines of all workers: where they are, what they do, which version they serve."""
     from slimebus.view.run_status import ask_status
 
-    with visit(run.resolved, broker, what="engines", patience_s=min(timeout_s, RESTART_S)) as client:
+    with connect_without_joining(run.resolved, broker, what="engines", patience_s=min(timeout_s, RESTART_S)) as client:
         clients = ask_status(client, timeout_s=timeout_s)["clients"]
     found = [{"worker": client["name"], **engine} for client in clients for engine in client["engines"]]
     rows = []
     for e in found:
         version, note = "" if e["version"] == NO_VERSION else e["version"], "" if e["is_owned"] else "attached"
         rows.append((e["worker"], e["url"], e["model"] or "policy", e["state"], version, e["running"], note))
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(columns(rows, HEADS)))
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(align_columns(rows, HEADS)))
 
 
 @engines.command(cls=RunCommand)
 @worker_option
 @of_run("URL", 1)
 @asks_broker(TIMEOUT_S)
-def attach(run: Target, broker: str | None, timeout_s: float, worker: str) -> None:
+def attach(run: RunTarget, broker: str | None, timeout_s: float, worker: str) -> None:
     """Have a worker sample on the running engine at URL too; it gets the newest weights first."""
     _command(run, "attach", broker, timeout_s, worker)
 
@@ -61,7 +61,7 @@ def attach(run: Target, broker: str | None, timeout_s: float, worker: str) -> No
 @worker_option
 @of_run("URL", 1)
 @asks_broker(TIMEOUT_S)
-def detach(run: Target, broker: str | None, timeout_s: float, worker: str) -> None:
+def detach(run: RunTarget, broker: str | None, timeout_s: float, worker: str) -> None:
     """Have a worker let the engine at URL go. Its samples are continued on others; a server that you started goes on."""
     _command(run, "detach", broker, timeout_s, worker)
 
@@ -69,16 +69,16 @@ def detach(run: Target, broker: str | None, timeout_s: float, worker: str) -> No
 @click.command(cls=RunCommand)
 @of_run("WORKER", 1)
 @asks_broker(TIMEOUT_S)
-def drain(run: Target, broker: str | None, timeout_s: float) -> None:
+def drain(run: RunTarget, broker: str | None, timeout_s: float) -> None:
     """Have WORKER hand over the samples it has begun, and leave. `slimebus status` lists the workers."""
     _command(run, "drain", broker, timeout_s, "")
 
 
-def _command(run: Target, action: str, broker: str | None, timeout_s: float, worker: str) -> None:
+def _command(run: RunTarget, action: str, broker: str | None, timeout_s: float, worker: str) -> None:
     [word] = run.names
     worker, url = (word, "") if action == "drain" else (worker, word)
     command = Command(key=secrets.token_hex(8), action=action, worker=worker, url=url)
-    with visit(run.resolved, broker, what=action, patience_s=min(timeout_s, RESTART_S)) as client:
+    with connect_without_joining(run.resolved, broker, what=action, patience_s=min(timeout_s, RESTART_S)) as client:
         reply = _outcome(lambda: client.call(command, timeout_s=timeout_s).expect(CommandReply), timeout_s)
         if action == "drain" and not reply.failed:
             _until_it_left(client, word, timeout_s)

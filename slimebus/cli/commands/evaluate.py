@@ -16,14 +16,14 @@ import msgspec
 
 from slimebus.bus.errors import SlimebusError, Unreachable, UsageError
 from slimebus.bus.messages import Evaluate, EvaluateReply
-from slimebus.client.connect import RESTART_S, visit
+from slimebus.client.connect import RESTART_S, connect_without_joining
 from slimebus.config.file_checks import worker_problems
 from slimebus.config.flags import META, OF_RUN, ConfigCommand, config_argument, from_context
 from slimebus.config.load import raise_all
 from slimebus.config.saved import saved_config
 from slimebus.config.schema import EvalDataset
 from slimebus.process.launch import SLIMEBUS
-from slimebus.telemetry.formatting import columns
+from slimebus.telemetry.formatting import align_columns
 
 if TYPE_CHECKING:
     from slimebus.bus.transport.client import Client
@@ -62,7 +62,7 @@ def evaluate(
 
 def _evaluate_there(ctx: click.Context, run_yaml: Path | None, broker: str | None, datasets: Sequence[str]) -> list[dict[str, Any]]:
     request, said = Evaluate(key=secrets.token_hex(8), datasets=list(datasets), wait_s=WAIT_S), ""
-    with visit(from_context(ctx, run_yaml), broker, what="eval", patience_s=RESTART_S) as client:
+    with connect_without_joining(from_context(ctx, run_yaml), broker, what="eval", patience_s=RESTART_S) as client:
         while isinstance(results := _ask(client, request), str):
             if results != said:
                 said = results
@@ -130,7 +130,7 @@ def _table(results: list[dict[str, Any]]) -> list[str]:
         passed = [_with_interval(*row["pass_at"][str(k)]) if str(k) in row["pass_at"] else "" for k in ks]
         version = row.get("version", Path(row.get("model", "")).name)
         rows.append((row["dataset"], version, reward, *passed, row["num_samples"], row["num_failed"], row.get("reason", "")))
-    return columns(rows, ("dataset", "version", "reward", *(f"pass@{k}" for k in ks), "samples", "failed", ""))
+    return align_columns(rows, ("dataset", "version", "reward", *(f"pass@{k}" for k in ks), "samples", "failed", ""))
 
 
 def _with_interval(mean: float | None, low: float | None, high: float | None) -> str:

@@ -12,7 +12,7 @@ from slimebus.security import key_folder
 from slimebus.security.allow_list import Entry, read_allow_list
 from slimebus.security.key_file import BROKER
 from slimebus.security.roles import ROLES
-from slimebus.telemetry.formatting import columns
+from slimebus.telemetry.formatting import align_columns
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 
@@ -66,7 +66,7 @@ def add(name: str, role: str, client: str, public: str, days: float | None, fold
 def ls(folder: Path) -> None:
     """List the keys: name, role, public key, and whether it is allowed."""
     rows = [(name, entry.role, entry.public, _note(entry)) for name, entry in read_allow_list(folder / key_folder.ALLOWED).clients.items()]
-    click.echo("\n".join(columns([(BROKER, "", key_folder.broker_keys(folder)[0], ""), *rows])))
+    click.echo("\n".join(align_columns([(BROKER, "", key_folder.broker_keys(folder)[0], ""), *rows])))
 
 
 def _note(entry: Entry) -> str:

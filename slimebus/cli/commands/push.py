@@ -12,7 +12,7 @@ from slimebus.bus.errors import DataError, SlimebusError, UsageError
 from slimebus.client.connect import broker_address
 from slimebus.client.prompts import PromptClient, Pushed, batches_of, sum_pushes
 from slimebus.config import Resolved
-from slimebus.config.flags import ConfigCommand, Target, asks_broker, of_run
+from slimebus.config.flags import ConfigCommand, RunTarget, asks_broker, of_run
 from slimebus.prompts.prompt_record import BYTE_ORDER_MARK, LineReader
 
 SHOWN_LINES = 20
@@ -24,7 +24,7 @@ SHOWN_LINES = 20
 @click.option("--front", is_flag=True, help="Before the prompts that were pushed without it.")
 @click.option("--key", default="", help="[name] A push of the same key and prompts adds nothing; default: made from a file's content.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each file.")
-def push(run: Target, broker: str | None, front: bool, key: str, as_json: bool, timeout_s: float) -> None:
+def push(run: RunTarget, broker: str | None, front: bool, key: str, as_json: bool, timeout_s: float) -> None:
     """Push the prompts of jsonl files into a run while it goes on.
 
     A file is checked whole before anything of it is pushed. They are sampled before the prompts of the run's own files.

@@ -8,9 +8,9 @@ import click
 
 from slimebus.bus.errors import UsageError
 from slimebus.bus.messages import Scalar, Set, SetReply
-from slimebus.client.connect import RESTART_S, visit
-from slimebus.config.flags import RunCommand, Target, asks_broker, of_run
-from slimebus.telemetry.formatting import columns
+from slimebus.client.connect import RESTART_S, connect_without_joining
+from slimebus.config.flags import RunCommand, RunTarget, asks_broker, of_run
+from slimebus.telemetry.formatting import align_columns
 
 INFINITE = ("inf", ".inf", "unbounded")
 
@@ -19,21 +19,21 @@ INFINITE = ("inf", ".inf", "unbounded")
 @of_run("[NAME VALUE]...")
 @asks_broker(10.0)
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object.")
-def set_(run: Target, broker: str | None, as_json: bool, timeout_s: float) -> None:
+def set_(run: RunTarget, broker: str | None, as_json: bool, timeout_s: float) -> None:
     """Change settings of a run while it goes on; without a NAME, show those that can be changed and their values.
 
     NAME is a config field with or without its section, as in `max-staleness 4` or `broker.max_staleness=4`. All are changed or none.
     They hold from the first step without a chosen batch on, and over restarts of the broker.
     """
     settings = parse(run.names)
-    with visit(run.resolved, broker, what="set", patience_s=min(timeout_s, RESTART_S)) as client:
+    with connect_without_joining(run.resolved, broker, what="set", patience_s=min(timeout_s, RESTART_S)) as client:
         answer = client.call(Set(key=secrets.token_hex(8), settings=settings), timeout_s=timeout_s).expect(SetReply)
     changed = {name: [_plain(value) for value in values] for name, values in answer.changed.items()}
     now = {name: _plain(value) for name, value in answer.settings.items()}
     if as_json:
         lines = [json.dumps({"step": answer.step, "changed": changed, "settings": now}, indent=2)]
     elif not settings:
-        lines = columns(now.items())
+        lines = align_columns(now.items())
     elif changed:
         lines = [f"{name}: {old} -> {new}" for name, (old, new) in changed.items()]
         lines.append(f"from step {answer.step} on; earlier steps have their batches already")

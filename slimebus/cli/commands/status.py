@@ -11,7 +11,7 @@ import click
 from slimebus.bus.errors import Unreachable
 from slimebus.client.connect import RESTART_S
 from slimebus.config.flags import ConfigCommand, asks_broker, config_argument, from_context
-from slimebus.telemetry.formatting import duration
+from slimebus.telemetry.formatting import format_duration
 from slimebus.view import terminal
 from slimebus.view.run_status import RunStatus, last_status
 
@@ -64,7 +64,7 @@ def _watch(run: RunStatus, *, is_supervised: bool) -> None:
     console, answered_at = Console(highlight=False), time.monotonic()
     with Live(console=console, auto_refresh=False, screen=True) if console.is_interactive else contextlib.nullcontext() as live:
         while not run.is_over and time.monotonic() - answered_at < PATIENCE_S:
-            problem = f"no answer for {duration(time.time() - run.made_at)}: {run.problem.text}" if run.problem else ""
+            problem = f"no answer for {format_duration(time.time() - run.made_at)}: {run.problem.text}" if run.problem else ""
             if live is None:
                 line = f"{run.status['run']}: {problem}" if problem else terminal.plain_line(run.status, is_supervised=is_supervised)
                 console.print(line, soft_wrap=True, markup=False)
@@ -95,5 +95,5 @@ def _report_problem(run: RunStatus) -> None:
 
 
 def _heading(run: RunStatus) -> str:
-    what = "the run is over" if run.is_over else "no broker runs; started again with the same run directory it goes on"
-    return f"{what}. Its last status, {duration(time.time() - run.made_at)} old:"
+    what = "the run is over" if run.is_over else "no broker runs; restart it with the same run directory to resume the run"
+    return f"{what}. Its last status, {format_duration(time.time() - run.made_at)} old:"

@@ -14,13 +14,13 @@ import click
 def sweep(sweep_yaml: Path, check: bool, report: bool, as_json: bool) -> None:
     """Run every trial of SWEEP.yaml that is not over yet, then compare them (docs/sweep.md).
 
-    Each trial is a `slimebus up` in a run directory of its own. Started again, the sweep continues where it ended. A
+    Each trial is a `slimebus up` in a run directory of its own. Restarted, the sweep continues where it ended. A
     trial that fails is a line of the table with its reason; an option that does not exist is refused before anything starts.
     """
     from slimebus.process.launch import interrupt_on_sigterm
     from slimebus.sweep import plan
-    from slimebus.sweep.comparison import check_installed, show
-    from slimebus.sweep.results import of_sweep
+    from slimebus.sweep.comparison import check_installed, show_comparison
+    from slimebus.sweep.results import read_sweep
     from slimebus.sweep.runner import Runner
 
     found = plan.load(sweep_yaml)
@@ -37,8 +37,8 @@ def sweep(sweep_yaml: Path, check: bool, report: bool, as_json: bool) -> None:
             runner.run()
     finally:
         if any(outcome.state == "done" for outcome in runner.outcomes.values()):
-            results = of_sweep(found, runner.outcomes)
-            show(results, found.plan.axis, found.folder, title=f"Sweep {sweep_yaml.stem}", about=sweep_yaml.read_text())
+            results = read_sweep(found, runner.outcomes)
+            show_comparison(results, found.plan.axis, found.folder, title=f"Sweep {sweep_yaml.stem}", about=sweep_yaml.read_text())
 
 
 @click.command()
@@ -53,8 +53,8 @@ def compare(runs: tuple[Path, ...], axis: str, score: str, out: Path | None) -> 
 
     RUN is a run's directory, or a sweep's: then all of its trials.
     """
-    from slimebus.sweep.comparison import check_installed, show
-    from slimebus.sweep.results import of_runs
+    from slimebus.sweep.comparison import check_installed, show_comparison
+    from slimebus.sweep.results import read_runs
 
     check_installed()
-    show(of_runs(runs, score, axis), axis, out, title="Comparison", about="slimebus compare " + " ".join(map(str, runs)))
+    show_comparison(read_runs(runs, score, axis), axis, out, title="Comparison", about="slimebus compare " + " ".join(map(str, runs)))

@@ -25,7 +25,7 @@ def up(ctx: click.Context, run_yaml: Path | None, workers: int, critic: bool, te
     When broker.bind has port 0 a free port is chosen. What `slimebus config check` finds is shown before anything starts. The settings of
     algorithms and corrections are flags too (docs/algorithms.md).
     """
-    from slimebus.view.local_run import LocalRun
+    from slimebus.process.supervisor import Supervisor
 
     arguments = arguments_of(run_yaml, ctx.meta.get(META, {}))
     # In a process of its own, for it imports hooks.
@@ -34,7 +34,7 @@ def up(ctx: click.Context, run_yaml: Path | None, workers: int, critic: bool, te
         sys.exit(code)
     consumers = {"critic": ["trainer", "--role", "critic"]} if critic else {}
     consumers |= {"teacher": ["rollout", "--teacher", teacher]} if teacher else {}
-    run = LocalRun(from_context(ctx, run_yaml), arguments, workers=workers, consumers=consumers, accepts_changes=accept_changes)
+    run = Supervisor(from_context(ctx, run_yaml), arguments, workers=workers, consumers=consumers, accepts_changes=accept_changes)
     sys.exit(run.run())
 
 

@@ -20,7 +20,8 @@ from slimebus.atomic_file import replacing
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, FULL, SAME, Manifest, check_names, decode_manifest
-from slimebus.weights.pull.plan import Plan, TensorDownload
+from slimebus.weights.pull.plan import PullPlan, TensorDownload
+from slimebus.weights.pull.verify import verify_tensor
 from slimebus.weights.tensors import NO_BASE, Target, Weights, checksum, digest_of
 
 MAGIC = b"SLMBDF01"
@@ -110,7 +111,7 @@ def apply(delta: DeltaFile, base: Weights | None, *, folder: SharedFolder | None
     byte is not what its writer hashed; OSError.
     """
     manifest = delta.manifest
-    target, plan = Target(manifest.lineage, manifest.version), Plan(base, folder=folder)
+    target, plan = Target(manifest.lineage, manifest.version), PullPlan(base, folder=folder)
     check_names(manifest.tensors)
     if base is not None and manifest.base != NO_BASE:
         _check_base(manifest, base)
@@ -125,7 +126,7 @@ def apply(delta: DeltaFile, base: Weights | None, *, folder: SharedFolder | None
         for piece in delta.payloads[entry.name]:
             download.write(offset, memoryview(piece))
             offset += len(piece)
-        if not download.verify():
+        if not verify_tensor(download):
             raise WeightsError(f"tensor {entry.name!r} of version {manifest.version} does not have the bytes that its manifest says")
         plan.keep_verified(download, target)
     return plan.finish(manifest.tensors, target)

@@ -26,7 +26,7 @@ from slimebus.atomic_file import replacing
 from slimebus.bus.errors import FatalWeightsError, WeightsError
 from slimebus.weights.files import delta_file
 from slimebus.weights.messages import DELTA, SAME, Manifest
-from slimebus.weights.pull.plan import Plan
+from slimebus.weights.pull.plan import PullPlan
 from slimebus.weights.pull.pull_loop import HostPullSharing, PullLoop, RetryPull
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE, Target, Weights, checksum
@@ -121,7 +121,7 @@ class DiskChain:
 
     @property
     def address(self) -> str:
-        """What workers are told; they look for the lineage under their own weights directory."""
+        """The address that workers get; they look for the lineage under their own weights directory."""
         return f"{SCHEME}{self.folder.absolute()}"
 
     def write(self, store: VersionStore) -> None:
@@ -148,11 +148,11 @@ class DiskChain:
                     base = manifest.base if entry.kind == DELTA else NO_BASE
                     yield store.read(store.lineage, manifest.version, entry.name, base)
 
-        self._retried(manifest.version, lambda: delta_file.write(path, manifest, payloads()))
+        self._write_with_retries(manifest.version, lambda: delta_file.write(path, manifest, payloads()))
 
     def announce(self, version: int, digest: str) -> None:
         """Let readers see the version, once this part and all others are written. Raises WeightsError."""
-        latest = self._retried(version, lambda: read_latest(self.folder))
+        latest = self._write_with_retries(version, lambda: read_latest(self.folder))
         if latest is not None and (latest.version, latest.digest) == (version, digest):
             return
         if latest is not None and latest.version >= version:
@@ -160,7 +160,9 @@ class DiskChain:
                 f"{self.folder} is at version {latest.version}, digest {latest.digest}, already; this is {version}, digest {digest}; "
                 "two trainers write there"
             )
-        self._retried(version, lambda: self._replace_latest(Latest(version=version, full=self._full, parts=self.parts, digest=digest)))
+        self._write_with_retries(
+            version, lambda: self._replace_latest(Latest(version=version, full=self._full, parts=self.parts, digest=digest))
+        )
 
     def collect(self, version: int) -> None:
         """Workers know of the version: delete what none that begins to read now would take. One that has a file open keeps it."""
@@ -177,7 +179,7 @@ class DiskChain:
         """What fails from now on, also in another thread, is not tried again."""
         self._closing.set()
 
-    def _retried(self, version: int, work: Callable[[], Result]) -> Result:
+    def _write_with_retries(self, version: int, work: Callable[[], Result]) -> Result:
         deadline, pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
         while True:
             try:
@@ -216,7 +218,7 @@ class DiskPuller(PullLoop):
         super().__init__(str(folder), host)
         self.folder = folder
 
-    def _round(self, plan: Plan, deadline: float) -> Weights:
+    def _pull_once(self, plan: PullPlan, deadline: float) -> Weights:
         try:
             latest = read_latest(self.folder)
             if latest is None:
@@ -224,16 +226,16 @@ class DiskPuller(PullLoop):
             if plan.have is not None and plan.have.lineage == self.folder.name and latest.version < plan.have.version:
                 stale = f"says version {latest.version}, and {plan.have.version} was read before"
                 raise RetryPull(f"{self.folder / LATEST} {stale}; it is stale")
-            return self._checked(latest, self._shared(latest, plan, deadline) or self._follow(latest, plan.have))
+            return self._check_digest(latest, self._take_from_host(latest, plan, deadline) or self._read_chain(latest, plan.have))
         except (WeightsError, OSError) as problem:  # a version that was collected under our feet, a file not yet visible, a stale mount
             raise RetryPull(str(problem)) from None
 
-    def _checked(self, latest: Latest, weights: Weights) -> Weights:
+    def _check_digest(self, latest: Latest, weights: Weights) -> Weights:
         if weights.digest != latest.digest:
             raise WeightsError(f"version {latest.version} in {self.folder} has digest {weights.digest}, announced was {latest.digest}")
         return weights
 
-    def _shared(self, latest: Latest, plan: Plan, deadline: float) -> Weights | None:
+    def _take_from_host(self, latest: Latest, plan: PullPlan, deadline: float) -> Weights | None:
         """The version without reading its payloads, when this worker and its neighbours have all of it; None when it is to be read."""
         if self._host is None:
             return None
@@ -242,22 +244,22 @@ class DiskPuller(PullLoop):
         except WeightsError:  # damaged; there may be another way to this version
             return None
         target = Target(found.lineage, found.version)
-        self._host.share(plan, found.tensors, target, until=deadline, cancelled=self._cancelled)
+        self._host.take_from_host_or_lock(plan, found.tensors, target, until=deadline, cancelled=self._cancelled)
         if plan.lacks(found.tensors):
             return None
         if plan.have is not None and (plan.have.lineage, plan.have.version) == target:
             return plan.have
         return plan.finish(found.tensors, target)
 
-    def _follow(self, latest: Latest, have: Weights | None) -> Weights:
+    def _read_chain(self, latest: Latest, have: Weights | None) -> Weights:
         """All files are opened before the first is read, so that what is deleted meanwhile stays readable where the disk allows it."""
         if have is not None and have.lineage == self.folder.name and self._has_deltas(latest, have.version):
             try:
-                return self._checked(latest, self._step(self._deltas(latest, have.version), have))
+                return self._check_digest(latest, self._apply_files(self._deltas(latest, have.version), have))
             except WeightsError:
                 self.counts["wrong_bytes"] += 1  # damaged on the way: the full copy and its deltas may be whole
         self.counts["full_tensors"] += 1
-        return self._step([self._read(latest, latest.full, "full"), *self._deltas(latest, latest.full)], have)
+        return self._apply_files([self._read(latest, latest.full, "full"), *self._deltas(latest, latest.full)], have)
 
     def _has_deltas(self, latest: Latest, have: int) -> bool:
         """From the version `have` to the newest."""
@@ -266,18 +268,18 @@ class DiskPuller(PullLoop):
     def _deltas(self, latest: Latest, have: int) -> list[delta_file.DeltaFile]:
         return [self._read(latest, version, "delta") for version in range(have + 1, latest.version + 1)]
 
-    def _step(self, files: Sequence[delta_file.DeltaFile], have: Weights | None) -> Weights:
-        """File after file. Only the last version comes to be in shared memory."""
+    def _apply_files(self, files: Sequence[delta_file.DeltaFile], have: Weights | None) -> Weights:
+        """Apply the files in order. Only the last version is put into shared memory."""
         weights = have
         for found in files:
             folder = self._host.folder if self._host is not None and found is files[-1] else None
-            watched = found._replace(payloads={name: self._watched(pieces) for name, pieces in found.payloads.items()})
+            watched = found._replace(payloads={name: self._watch_pieces(pieces) for name, pieces in found.payloads.items()})
             with self.stages("verify"):
                 weights = delta_file.apply(watched, weights, folder=folder)
         assert weights is not None, "there are files, or there is nothing newer than `have`"
         return weights
 
-    def _watched(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    def _watch_pieces(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
         """The pieces of a payload; neighbours hear that they are being read, and a pull that is cancelled ends between two."""
         for piece in pieces:
             if self._cancelled.is_set():

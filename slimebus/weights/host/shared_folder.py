@@ -179,11 +179,11 @@ class SharedFolder:
         for folder in (self._tensors, *(neighbour / self._tensors.name for neighbour in self._neighbours())):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
                 for name in wanted.keys() & set(os.listdir(folder)):
-                    buffer = self._take(folder / name, wanted[name])
+                    buffer = self._link_file(folder / name, wanted[name])
                     if buffer is not None:
                         yield wanted.pop(name), buffer, folder != self._tensors
 
-    def _take(self, path: Path, form: TensorForm) -> Buffer | None:
+    def _link_file(self, path: Path, form: TensorForm) -> Buffer | None:
         link = self._new_path()
         try:
             os.link(path, link, follow_symlinks=False)
@@ -230,10 +230,10 @@ class SharedFolder:
 
     def place_in_memory(self, weights: Weights) -> Weights:
         """The same version with every tensor in this folder; what came by another way is copied into it."""
-        tensors = {form.name: self._placed(form, weights.tensors[form.name]) for form in weights.forms}
+        tensors = {form.name: self._place_tensor(form, weights.tensors[form.name]) for form in weights.forms}
         return dataclasses.replace(weights, tensors=tensors)
 
-    def _placed(self, form: TensorForm, tensor: Tensor) -> Tensor:
+    def _place_tensor(self, form: TensorForm, tensor: Tensor) -> Tensor:
         if (self._tensors / file_name(form)).exists():
             return tensor
         buffer = self.allocate(form)

@@ -1,4 +1,4 @@
-"""What a pull knows, what it still needs, and whether what came is right. No socket here."""
+"""The tensors that a pull has verified, and those that it still needs. No socket here."""
 
 import functools
 from collections import Counter
@@ -6,22 +6,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from slimebus.bus.errors import FatalWeightsError, WeightsError
-from slimebus.weights.codec import delta_codec
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.messages import DELTA, Manifest, TensorEntry
-from slimebus.weights.tensors import NO_BASE, Target, Tensor, TensorForm, Weights, checksum, digest_of, hash_bytes
-from slimebus.weights.threads import Threads
+from slimebus.weights.tensors import NO_BASE, Target, Tensor, TensorForm, Weights, digest_of
 
 MAX_WRONG_BYTES = 3
 """A tensor that fails its hash this often in one pull is not tried again."""
 
 
 @dataclass
-class Known:
+class KnownTensor:
     """A verified tensor and the version it is of (the newest it is known to be the same in)."""
 
     version: int
@@ -33,11 +30,11 @@ class Known:
 class TensorDownload:
     """One payload under way: the delta from base, or without a base the tensor itself. source: the worker that it comes from, if any.
 
-    folder: where the tensor comes to be; None: in this process's own memory.
+    folder: where the tensor is put; None: in this process's own memory.
     """
 
     entry: TensorEntry
-    base: Known | None
+    base: KnownTensor | None
     folder: SharedFolder | None = None
     missing_bytes: int = field(init=False)
     source: str = ""
@@ -48,7 +45,7 @@ class TensorDownload:
 
     @functools.cached_property
     def result(self) -> NDArray[np.uint8]:
-        """Where the tensor comes to be. Raises WeightsError where there is no room."""
+        """The buffer of the tensor. Raises WeightsError where there is no room."""
         if self.folder is not None:
             return self.folder.allocate(self.form)
         try:
@@ -58,7 +55,7 @@ class TensorDownload:
 
     @functools.cached_property
     def payload(self) -> NDArray[np.uint8]:
-        """Where the payload comes to be; without a base it is the tensor."""
+        """The buffer of the payload; without a base it is the tensor."""
         return self.result if self.base is None else np.empty(self.size, np.uint8)
 
     @property
@@ -71,27 +68,8 @@ class TensorDownload:
         self.payload[offset : offset + len(frame)] = np.frombuffer(frame, np.uint8)
         self.missing_bytes -= len(frame)
 
-    def verify(self, threads: Threads | None = None) -> bool:
-        """Make the tensor; True when it is what its publisher says. Changes only its own buffers. threads: for units of it."""
-        if self.base is None:
-            return hash_bytes(self.payload.data) == self.form.hash
-        if checksum(self.payload.data) != self.entry.payload_hash:
-            return False
-        made = blake3()
-        try:
-            delta_codec.apply(
-                self.payload,
-                self.result.view(np.uint16),
-                base=self.base.tensor.steps,
-                on_unit=lambda values: made.update(values.view(np.uint8).data),
-                threads=threads,
-            )
-        except WeightsError:
-            return False
-        return made.hexdigest() == self.form.hash
 
-
-class Plan:
+class PullPlan:
     """What one pull knows so far. It outlives the rounds, so that verified tensors are never fetched twice.
 
     folder: where its tensors come to be; None: in this process's own memory.
@@ -100,7 +78,7 @@ class Plan:
     def __init__(self, have: Weights | None, *, folder: SharedFolder | None = None, counts: Counter[str] | None = None) -> None:
         self.have, self.folder, self.counts = have, folder, Counter[str]() if counts is None else counts
         self.lineage = have.lineage if have else ""
-        self.known = {form.name: Known(have.version, form, have.tensors[form.name]) for form in have.forms} if have else {}
+        self.known = {form.name: KnownTensor(have.version, form, have.tensors[form.name]) for form in have.forms} if have else {}
         self.num_verified = 0
         self.past_sources: set[str] = set()
         """Workers that have gone on to a newer version."""
@@ -149,7 +127,7 @@ class Plan:
         if self.lineage != target.lineage:
             self._enter_lineage(target.lineage)
         self.num_verified += 1
-        self.known[form.name] = Known(target.version, form, Tensor(form.dtype, form.shape, buffer))
+        self.known[form.name] = KnownTensor(target.version, form, Tensor(form.dtype, form.shape, buffer))
 
     def note_wrong(self, entry: TensorEntry, target: Target) -> None:
         """Raises WeightsError when it was wrong too often."""
@@ -163,7 +141,7 @@ class Plan:
         for known in self.known.values():
             known.version = NO_BASE
 
-    def for_next_pull(self) -> "Plan":
+    def for_next_pull(self) -> "PullPlan":
         """The plan for another pull: what is verified is known, what was wrong, or elsewhere, may be right by then."""
         self._wrong.clear()
         self.past_sources.clear()

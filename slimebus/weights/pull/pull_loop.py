@@ -21,7 +21,7 @@ from slimebus.bus.errors import SlimebusError, WeightsError
 from slimebus.weights.host.file_lock import FileLock
 from slimebus.weights.host.shared_folder import LOCK_PREFIX, SharedFolder
 from slimebus.weights.messages import TensorEntry
-from slimebus.weights.pull.plan import Plan
+from slimebus.weights.pull.plan import PullPlan
 from slimebus.weights.tensors import Target, Weights, checksum
 from slimebus.weights.threads import Stages
 
@@ -59,16 +59,18 @@ class HostPullSharing:
         self.folder.discard_unfinished()
         self._lock.release()
 
-    def share(self, plan: Plan, entries: Sequence[TensorEntry], target: Target, *, until: float, cancelled: threading.Event) -> bool:
+    def take_from_host_or_lock(
+        self, plan: PullPlan, entries: Sequence[TensorEntry], target: Target, *, until: float, cancelled: threading.Event
+    ) -> bool:
         """Take what this host has. True: all is there, or this worker has the lock; False: it has now, ask for manifests again.
 
         Waits while a neighbour pulls. Raises WeightsError when it still does at the monotonic time `until`.
         """
-        self._take(plan, entries, target)
+        self._take_from_host(plan, entries, target)
         stamp, heard_at, poll_s, began_at = self._lock.stamp(), time.monotonic(), FIRST_POLL_S, time.monotonic()
         while plan.lacks(entries) and not self._lock.is_mine and self._lock.stamp() != self._hung:
             if self._lock.acquire():
-                self._take(plan, entries, target)
+                self._take_from_host(plan, entries, target)
                 return not plan.lacks(entries)
             now = time.monotonic()
             if now >= until:
@@ -84,10 +86,10 @@ class HostPullSharing:
             if cancelled.wait(poll_s):
                 raise WeightsError("the pull was cancelled")
             poll_s = min(1.5 * poll_s, LONGEST_POLL_S)
-            self._take(plan, entries, target)
+            self._take_from_host(plan, entries, target)
         return True
 
-    def _take(self, plan: Plan, entries: Sequence[TensorEntry], target: Target) -> None:
+    def _take_from_host(self, plan: PullPlan, entries: Sequence[TensorEntry], target: Target) -> None:
         for form, buffer, is_neighbours in self.folder.find(plan.lacks(entries)):
             plan.record_verified(form, buffer, target)
             if is_neighbours:
@@ -123,12 +125,12 @@ class PullLoop(ABC):
         self._place, self._host = place, host
         self._cancelled = threading.Event()
         self._pulling = threading.Lock()
-        self._unfinished: Plan | None = None
+        self._unfinished: PullPlan | None = None
         self.counts: Counter[str] = Counter()
         self.stages = Stages()
 
     @abstractmethod
-    def _round(self, plan: Plan, deadline: float) -> Weights:
+    def _pull_once(self, plan: PullPlan, deadline: float) -> Weights:
         """One attempt. Raises RetryPull for the next, and SlimebusError where none would help."""
 
     def pull(self, have: Weights | None = None, deadline_s: float = 60.0) -> Weights:
@@ -141,7 +143,7 @@ class PullLoop(ABC):
             self.stages = Stages()
             plan, self._unfinished = self._unfinished, None
             if plan is None or plan.have is not have:
-                plan = Plan(have, folder=self._host.folder if self._host else None, counts=self.counts)
+                plan = PullPlan(have, folder=self._host.folder if self._host else None, counts=self.counts)
             if self._host is not None:
                 self._host.begin()
             try:
@@ -155,13 +157,13 @@ class PullLoop(ABC):
                 if self._host is not None:
                     self._host.end()
 
-    def _pull(self, plan: Plan, deadline_s: float) -> Weights:
+    def _pull(self, plan: PullPlan, deadline_s: float) -> Weights:
         logged_at = time.monotonic()
         deadline, reason, rounds_without_progress = logged_at + deadline_s, "", 0
         while not self._cancelled.is_set():
             verified_before = plan.num_verified
             try:
-                return self._round(plan, deadline)
+                return self._pull_once(plan, deadline)
             except RetryPull as unfinished:
                 reason = str(unfinished) if unfinished.adds_information or not reason else reason
             self.counts["rounds"] += 1

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 
 import msgspec
 
@@ -21,8 +21,9 @@ from slimebus.bus.errors import FatalWeightsError, SlimebusError, Unreachable, W
 from slimebus.security.key_file import KeyPair
 from slimebus.weights.messages import Manifest, ManifestReply, ManifestRequest, check_names, decode_manifest
 from slimebus.weights.pull.connection import LATER_PAUSE_S, BadSource, Stream, WeightServerConnection, chunks, wait_for_any
-from slimebus.weights.pull.plan import Plan, TensorDownload
+from slimebus.weights.pull.plan import PullPlan, TensorDownload
 from slimebus.weights.pull.pull_loop import HostPullSharing, PullLoop, RetryPull
+from slimebus.weights.pull.verify import Verifications
 from slimebus.weights.store.server import RelayPayloads
 from slimebus.weights.tensors import NO_BASE, Target, Weights
 from slimebus.weights.threads import Threads
@@ -38,8 +39,6 @@ MAX_AVOIDED = 16
 """Workers that failed and are not pulled from; the one that failed longest ago is tried again."""
 MAX_ASKERS = 32
 """Publishers that are asked for their manifest at once; each may have to merge a chain first."""
-MIN_POOLED_BYTES = 1 << 18
-"""Smaller tensors are verified sooner than another thread would begin."""
 
 
 class WeightPuller(PullLoop):
@@ -88,7 +87,7 @@ class WeightPuller(PullLoop):
 
     # --- one round: agree on a version, fetch, verify ---
 
-    def _round(self, plan: Plan, deadline: float) -> Weights:
+    def _pull_once(self, plan: PullPlan, deadline: float) -> Weights:
         while True:
             try:
                 return self._attempt(plan, deadline)
@@ -96,10 +95,10 @@ class WeightPuller(PullLoop):
                 log.info("%s", bad)
                 self._give_up_source(plan, bad)
 
-    def _attempt(self, plan: Plan, deadline: float) -> Weights:
+    def _attempt(self, plan: PullPlan, deadline: float) -> Weights:
         with self.stages("wire"):
-            newest = self._ask(plan, [plan.bases()] * len(self._connections), deadline)
-            manifests = self._aligned(plan, newest, deadline)
+            newest = self._request_manifests(plan, [plan.bases()] * len(self._connections), deadline)
+            manifests = self._align_versions(plan, newest, deadline)
         entries = [entry for part in manifests for entry in part[0].tensors]
         check_names(entries)
         if sum(entry.form.size for entry in entries) > self._max_bytes:
@@ -117,7 +116,7 @@ class WeightPuller(PullLoop):
         self._pull_parts(plan, manifests, self._connections, target, deadline)
         return plan.finish(entries, target)
 
-    def _pull_parts_separately(self, plan: Plan, newest: Sequence[list[Manifest]], deadline: float) -> None:
+    def _pull_parts_separately(self, plan: PullPlan, newest: Sequence[list[Manifest]], deadline: float) -> None:
         """Each part as its publisher has it now, so that all can step on from there; who is ahead of another waits for it."""
         if len({part[0].lineage for part in newest}) > 1:
             return
@@ -130,11 +129,16 @@ class WeightPuller(PullLoop):
                     plan.known[entry.name].version = target.version
 
     def _pull_parts(
-        self, plan: Plan, manifests: Sequence[list[Manifest]], publishers: Sequence[WeightServerConnection], target: Target, deadline: float
+        self,
+        plan: PullPlan,
+        manifests: Sequence[list[Manifest]],
+        publishers: Sequence[WeightServerConnection],
+        target: Target,
+        deadline: float,
     ) -> None:
         """Have all tensors of these parts verified. Raises RetryPull."""
         entries = [entry for part in manifests for entry in part[0].tensors]
-        if self._host and not self._host.share(plan, entries, target, until=deadline, cancelled=self._cancelled):
+        if self._host and not self._host.take_from_host_or_lock(plan, entries, target, until=deadline, cancelled=self._cancelled):
             raise RetryPull("a neighbour has pulled; this worker has the lock now")
         plan.check_room(entries)
         downloads_of: dict[WeightServerConnection, list[TensorDownload]] = {}  # parts from one worker share its connection
@@ -154,7 +158,7 @@ class WeightPuller(PullLoop):
             if self._relay is not None:
                 self._relay.end()
 
-    def _source_of(self, plan: Plan, part: Sequence[Manifest]) -> str:
+    def _source_of(self, plan: PullPlan, part: Sequence[Manifest]) -> str:
         """The worker that the payloads of a part come from, as its publisher names it; empty: from the publisher."""
         unwanted = (*self._avoid, *plan.past_sources, self._own_address)
         return next((name for name in part[0].sources if name not in unwanted), "") if len(part) == 1 else ""
@@ -170,7 +174,7 @@ class WeightPuller(PullLoop):
         self.counts["from_workers"] += 1
         return self._sources[source]
 
-    def _give_up_source(self, plan: Plan, bad: BadSource) -> None:
+    def _give_up_source(self, plan: PullPlan, bad: BadSource) -> None:
         self.counts["bad_sources"] += 1
         if bad.is_past:
             plan.past_sources.add(bad.source)
@@ -179,16 +183,18 @@ class WeightPuller(PullLoop):
         if connection := self._sources.pop(bad.source, None):
             connection.close()
 
-    def _aligned(self, plan: Plan, newest: Sequence[list[Manifest]], deadline: float) -> Sequence[list[Manifest]]:
+    def _align_versions(self, plan: PullPlan, newest: Sequence[list[Manifest]], deadline: float) -> Sequence[list[Manifest]]:
         """The manifests of the slowest publisher's version, if all others keep what leads to it from what is known here."""
         versions = {part[0].version for part in newest}
         if len(versions) == 1 or len({part[0].lineage for part in newest}) > 1:
             return newest
-        older = self._ask(plan, [plan.bases(part[0].tensors) for part in newest], deadline, want=min(versions))
+        older = self._request_manifests(plan, [plan.bases(part[0].tensors) for part in newest], deadline, want=min(versions))
         ahead = [part for part, now in zip(older, newest, strict=True) if now[0].version > min(versions)]
         return newest if any(download.base is None for part in ahead for download in plan.missing(part)) else older
 
-    def _ask(self, plan: Plan, bases: Sequence[Sequence[int]], deadline: float, want: int = NO_BASE) -> list[list[Manifest]]:
+    def _request_manifests(
+        self, plan: PullPlan, bases: Sequence[Sequence[int]], deadline: float, want: int = NO_BASE
+    ) -> list[list[Manifest]]:
         """For each part, its manifests relative to each of its bases; all of the version that the first is of, where that is kept."""
         serves = self._own_address if self._host is None or self._host.is_puller else ""  # what it takes from a neighbour is no payload
         about = ManifestRequest(have_lineage=plan.lineage, want=want, serves=serves, avoid=[*self._avoid, *plan.past_sources])
@@ -218,14 +224,14 @@ class WeightPuller(PullLoop):
             raise RetryPull(problem.text, adds_information=not isinstance(problem, Unreachable)) from None
 
     def _fetch(
-        self, plan: Plan, downloads_of: Mapping[WeightServerConnection, list[TensorDownload]], target: Target, deadline: float
+        self, plan: PullPlan, downloads_of: Mapping[WeightServerConnection, list[TensorDownload]], target: Target, deadline: float
     ) -> None:
         """Every download, `credits` requests in flight on each connection."""
         streams = [
             Stream(connection, downloads, chunks(downloads, target, self._chunk_bytes), self._credits)
             for connection, downloads in downloads_of.items()
         ]
-        checks = _Checks(self._threads, self._unit_threads)
+        checks = Verifications(self._threads, self._unit_threads)
         try:
             self._receive(plan, streams, checks, target, deadline)
         finally:
@@ -233,8 +239,8 @@ class WeightPuller(PullLoop):
             if self._host is not None:
                 self._host.folder.discard_unfinished()
 
-    def _receive(self, plan: Plan, streams: Sequence[Stream], checks: "_Checks", target: Target, deadline: float) -> None:
-        checks.add(download for stream in streams for download in stream.downloads if not download.missing_bytes)
+    def _receive(self, plan: PullPlan, streams: Sequence[Stream], checks: Verifications, target: Target, deadline: float) -> None:
+        checks.start(download for stream in streams for download in stream.downloads if not download.missing_bytes)
         while waiting := [stream for stream in streams if stream.fill(more=not any(stream.gone for stream in streams))]:
             if self._cancelled.is_set():
                 raise WeightsError("the pull was cancelled")
@@ -248,18 +254,18 @@ class WeightPuller(PullLoop):
                 with self.stages("wire"):
                     complete = stream.receive(self.counts)
                 with self.stages("verify"):
-                    checks.add(complete)
-            self._accept(plan, checks.finished(), target)
+                    checks.start(complete)
+            self._accept_verified(plan, checks.finished(), target)
         with self.stages("verify"):
             checks.wait()
-        self._accept(plan, checks.finished(), target)
+        self._accept_verified(plan, checks.finished(), target)
         for stream in streams:
             if stream.gone and stream.source:
                 raise BadSource(stream.source, f"does not have {stream.gone!r} of version {target.version}", is_past=True)
             if stream.gone:
                 raise RetryPull(f"{stream.gone!r} has changed since version {target.version}; it is followed to the next one")
 
-    def _accept(self, plan: Plan, verdicts: Iterable[tuple[TensorDownload, bool]], target: Target) -> None:
+    def _accept_verified(self, plan: PullPlan, verdicts: Iterable[tuple[TensorDownload, bool]], target: Target) -> None:
         for download, is_right in verdicts:
             self.counts["full_tensors" if download.base is None else "delta_tensors"] += 1
             if is_right:
@@ -272,26 +278,3 @@ class WeightPuller(PullLoop):
                 raise BadSource(download.source, f"sent other bytes of {download.entry.name!r} than its publisher says")
             plan.note_wrong(download.entry, target)
             raise RetryPull(f"tensor {download.entry.name!r} does not have the bytes that its publisher says; pulling it whole")
-
-
-class _Checks:
-    """Verifies completed downloads, large ones in threads while more arrives."""
-
-    def __init__(self, threads: Threads, unit_threads: Threads) -> None:
-        self._threads, self._unit_threads = threads, unit_threads
-        self._running: list[tuple[TensorDownload, Future[bool]]] = []
-
-    def add(self, downloads: Iterable[TensorDownload]) -> None:
-        for download in downloads:
-            threads = self._threads if download.form.size >= MIN_POOLED_BYTES else Threads()
-            self._running.append((download, threads.submit(download.verify, self._unit_threads)))
-
-    def wait(self) -> None:
-        """Until nothing is being verified any more."""
-        wait([check for _, check in self._running])
-
-    def finished(self) -> list[tuple[TensorDownload, bool]]:
-        """Each verdict once, right ones first."""
-        checks = [(download, check, check.done()) for download, check in self._running]
-        self._running = [(download, check) for download, check, is_done in checks if not is_done]
-        return sorted(((download, check.result()) for download, check, is_done in checks if is_done), key=lambda verdict: not verdict[1])

@@ -215,14 +215,14 @@ class VersionStore:
         stored = self._stored.get(name)
         is_same_form = stored is not None and (stored.tensor.dtype, stored.tensor.shape) == (tensor.dtype, tensor.shape)
         if stored is not None and is_same_form and tensor.dtype in STEPPED_DTYPES:
-            return self._step(name, stored, tensor)
+            return self._encode_change(name, stored, tensor)
         if stored is None or not is_same_form or hash_bytes(tensor.buffer) != stored.hash:  # comparing would take as much memory again
             copy = tensor._replace(buffer=tensor.buffer.copy())
             self._store(name, _StoredTensor(copy, self._hash(copy.buffer), self.next_version))
             return _TensorChange(tensor.num_values)
         return None
 
-    def _step(self, name: str, stored: _StoredTensor, tensor: Tensor) -> _TensorChange | None:
+    def _encode_change(self, name: str, stored: _StoredTensor, tensor: Tensor) -> _TensorChange | None:
         """In place, unless somebody may still look at the buffer. Meanwhile nobody can read it as an older version."""
         changing = replace(stored, first=self.next_version, read_at=NEVER)
         superseded = self._store(name, changing)
@@ -306,9 +306,9 @@ class VersionStore:
             if version not in history:
                 raise VersionGone(f"version {version} is no longer kept")
             since = [made.step for number, made in history.items() if number > version]
-            return {form.name: self._restored(form, since, version) for form in history[version].info.forms}
+            return {form.name: self._rebuild_tensor(form, since, version) for form in history[version].info.forms}
 
-    def _restored(self, form: TensorForm, since: Sequence[Step], version: int) -> Tensor:
+    def _rebuild_tensor(self, form: TensorForm, since: Sequence[Step], version: int) -> Tensor:
         stored = self._stored[form.name].tensor
         made = stored._replace(buffer=stored.buffer.copy())
         deltas = [step[form.name] for step in since if form.name in step]

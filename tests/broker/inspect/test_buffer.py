@@ -295,12 +295,12 @@ BESIDE = """
 import sys, time
 from pathlib import Path
 from broker.inspect.show import _sample as show_lines
-from broker.store.lmdb_store import begin, open_environment
+from broker.store.lmdb_store import begin_read, open_environment
 env = open_environment(Path(sys.argv[1]), is_readonly=True)
 table = env.open_db(b"payloads", create=False)
 print("open", flush=True)
 sys.stdin.readline()
-with begin(env) as txn:
+with begin_read(env) as txn:
     print(txn.stat(table)["entries"], len(txn.get(b"19", db=table)))
 """
 

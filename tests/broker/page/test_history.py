@@ -32,7 +32,7 @@ def write(history: History, *rows: dict[str, Any], file: str = "broker", end: st
 def read(history: History) -> dict[str, Any]:
     while history.read():
         pass
-    return history.thinned()
+    return history.chart_columns()
 
 
 def test_steps_are_read_as_they_come_and_half_a_line_waits(history: History) -> None:
@@ -119,7 +119,7 @@ def test_a_hundred_thousand_steps_are_thinned_to_means(history: History) -> None
     for number in range(100_000):
         history._add_step(step(number))
     began = time.perf_counter()
-    found = history.thinned()
+    found = history.chart_columns()
     assert time.perf_counter() - began < 1.0
     assert MAX_POINTS / 2 < len(found["step"]) <= MAX_POINTS
     assert found["step"][-1] == 99_999

@@ -229,7 +229,7 @@ def test_samples_that_the_trainer_kept_are_shown_without_a_store(visited: Any, t
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not share cores by sessions")
 @pytest.mark.parametrize("is_apart", [True, False])
 def test_the_page_lowers_its_own_session_and_no_other(is_apart: bool) -> None:
-    code = "from pathlib import Path; from broker.page.cli import give_way; give_way(); print(Path('/proc/self/autogroup').read_text())"
+    code = "from broker.page.cli import lower_priority; lower_priority(); print(open('/proc/self/autogroup').read())"
     before = Path("/proc/self/autogroup").read_text()
     done = subprocess.run([sys.executable, "-c", code], start_new_session=is_apart, capture_output=True, text=True, check=True)
     assert ("nice 10" in done.stdout) is is_apart, done.stdout

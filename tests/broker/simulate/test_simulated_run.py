@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from broker.simulate.simulated_run import Outcome, simulate
+from broker.simulate.simulated_run import SimulationOutcome, simulate
 from broker.simulate.workload import Workload, lognormal_lengths
 from slimebus.bus.errors import ConfigError
 
 SMALL = Workload(steps=50, batch=16, samples=4, groups_per_worker=16, lengths=lognormal_lengths(100, 0.6, 800), worker_tokens_per_s=3000.0)
 
 
-def play(**changes: object) -> Outcome:
+def play(**changes: object) -> SimulationOutcome:
     return simulate(msgspec.structs.replace(SMALL, **changes))
 
 

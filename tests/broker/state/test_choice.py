@@ -178,7 +178,7 @@ def test_when_everything_is_filtered_the_trainer_is_told_and_no_worker_goes_on(b
     desk.restart()
     assert desk.lease(1) == [], "nor after a restart of the broker"
     desk.begin(lineage="M")
-    assert len(desk.lease(1, lineage="M")) == 1, "a trainer that is started again tries again"
+    assert len(desk.lease(1, lineage="M")) == 1, "a trainer that is restarted tries again"
 
 
 def test_a_finite_source_that_is_filtered_away_says_so(begun_desk: Any) -> None:

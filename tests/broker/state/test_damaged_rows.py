@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from broker.state.groups import EVAL
-from broker.state.rules import EvalDataset
+from broker.state.rules import HeldOutSet
 from broker.store import Damaged, LmdbStore, MemoryStore, Write
 from broker.store.records import pack_frames, seal, unpack_frames
 from slimebus.bus import messages as m
@@ -19,7 +19,7 @@ GARBAGE = {"not msgpack": b"\xc1", "another type": b"\x93\x01\x02\x03", "of anot
 @pytest.fixture
 def running(begun_desk: Any) -> Any:
     """A run with a row in every table: step 0 trained, step 1 assigned, a group ready, one leased, one dead, one evaluated."""
-    desk = begun_desk(max_attempts=1, max_staleness=2, eval_datasets={"held": EvalDataset(num_prompts=2)}, eval_first=False)
+    desk = begun_desk(max_attempts=1, max_staleness=2, eval_datasets={"held": HeldOutSet(num_prompts=2)}, eval_first=False)
     desk.join("c", "client")
     desk.join("critic", "consumer")
     assert desk.ask("c", m.Push(key="k"), bulk=[msgspec.msgpack.encode({"prompt": "a"})]).accepted == 1

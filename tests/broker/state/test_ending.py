@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from broker.state.rules import EvalDataset
+from broker.state.rules import HeldOutSet
 from slimebus.bus import messages as m
 
-HELD = {"held": EvalDataset(num_prompts=2, num_samples=1), "other": EvalDataset(num_prompts=1, num_samples=1)}
+HELD = {"held": HeldOutSet(num_prompts=2, num_samples=1), "other": HeldOutSet(num_prompts=1, num_samples=1)}
 WHY = "no connected worker serves version 1 and the trainer that could serve it has left"
 TIMEOUT_S = 20.0
 

@@ -6,10 +6,10 @@ import pytest
 
 from broker.state import evaluation
 from broker.state.records import Tally
-from broker.state.rules import EvalDataset
+from broker.state.rules import HeldOutSet
 from slimebus.bus import messages as m
 
-HELD = {"held": EvalDataset(num_prompts=2, num_samples=3, sampling={"temperature": 0.0})}
+HELD = {"held": HeldOutSet(num_prompts=2, num_samples=3, sampling={"temperature": 0.0})}
 
 
 def _score(desk: Any, version: int, rewards: tuple[float, ...] = (1.0, 0.0, 1.0)) -> None:
@@ -63,7 +63,7 @@ def test_evaluations_come_at_their_interval_and_wait_for_workers_of_that_version
 
 
 def test_an_evaluation_shares_the_workers_with_training_that_has_no_batch_to_spare(begun_desk: Any) -> None:
-    sets = {"held": EvalDataset(num_prompts=20, num_samples=1)}
+    sets = {"held": HeldOutSet(num_prompts=20, num_samples=1)}
     desk = begun_desk(samples_per_prompt=4, max_staleness=9, eval_datasets=sets, eval_first=False, eval_interval=1)
     desk.fill(2)
     desk.train(0)
@@ -72,7 +72,7 @@ def test_an_evaluation_shares_the_workers_with_training_that_has_no_batch_to_spa
 
 
 def test_an_evaluation_takes_what_training_may_not_use(begun_desk: Any) -> None:
-    sets = {"held": EvalDataset(num_prompts=3, num_samples=1)}
+    sets = {"held": HeldOutSet(num_prompts=3, num_samples=1)}
     desk = begun_desk(max_staleness=0, eval_datasets=sets, eval_first=False, eval_interval=1)
     desk.fill(2)
     desk.train(0)
@@ -120,7 +120,7 @@ def test_an_evaluation_survives_a_restart_in_the_middle(begun_desk: Any) -> None
 
 def test_a_restart_with_other_held_out_sets_ends_what_cannot_be_scored(new_desk: Any, begun_desk: Any) -> None:
     desk = begun_desk(samples_per_prompt=3, eval_datasets=HELD)
-    desk.rules = new_desk(eval_datasets={"other": EvalDataset(num_prompts=1)}).rules
+    desk.rules = new_desk(eval_datasets={"other": HeldOutSet(num_prompts=1)}).rules
     desk.restart()
     assert [g.kind for g in desk.lease(1)] == ["train"]
     assert desk.status["evaluations"][0]["reason"] == "the held-out sets changed"

@@ -17,13 +17,13 @@ BROKER = Path(records.__file__).parents[1]
 OWNERS: dict[Any, str] = {
     groups.Group: "groups",
     groups.WorkerLeases: "groups",
-    records.Client: "clients",
+    records.ClientRecord: "clients",
     records.StepRecord: "batches",
     records.Evaluation: "evaluation",
     records.Tally: "evaluation",
-    records.Consumer: "consumers",
+    records.ConsumerRecord: "consumers",
     records.PushRecord: "prompts",
-    records.Change: "settings",
+    records.SettingsChange: "settings",
     waiting.Waiting: "waiting",
 }
 """Record -> the file that writes its fields. Any other field of the state, of `meta` (counters) and of `pace` has one, too."""

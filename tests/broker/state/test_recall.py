@@ -80,7 +80,7 @@ def test_a_recall_that_nobody_answers_ends_the_lease_after_the_lease_time(new_de
         desk.pass_time(1.0)
         assert beat(desk, groups[0].lease).recalled == [groups[0].lease]
     desk.pass_time(1.5)
-    assert desk.status["moves"]["leased>queued recalled in vain"] == 1
+    assert desk.status["moves"]["leased>queued recalled and not given back"] == 1
     told = desk.ask("w", m.Heartbeat(lineage="L", serving=0, leases=[groups[0].lease]))
     assert (told.surplus, told.recalled) == ([groups[0].lease], [])
 

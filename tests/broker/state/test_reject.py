@@ -104,7 +104,7 @@ def test_a_group_that_is_assigned_and_not_fetched_is_dropped_and_the_batch_gets_
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_group_that_the_trainer_has_is_dropped_when_the_trainer_goes_back_or_rejects_it(desk: Any, restarts: bool) -> None:
-    """A trainer that ends of a group is started again; it must not get that group again."""
+    """A trainer that ends of a group is restarted; it must not get that group again."""
     names = desk.fill(3)
     desk.batch(0)
     desk.ask("t", m.Fetch(groups=names[:2]))

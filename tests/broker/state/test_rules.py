@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from broker.state.rules import EvalDataset, Rules
+from broker.state.rules import HeldOutSet, Rules
 from broker.state.timers import Timers
 from slimebus.bus.errors import ConfigError
 
@@ -21,7 +21,7 @@ from slimebus.bus.errors import ConfigError
         ({"lease_s": float("inf")}, "lease_s is inf; expected a number > 0 and <= 604800"),
         ({"lease_s": 1e308}, "<= 604800"),
         ({"fill_first": True, "max_staleness": float("inf")}, "not known what is full"),
-        ({"eval_datasets": {"a/b": EvalDataset(num_prompts=1)}}, "without '/'"),
+        ({"eval_datasets": {"a/b": HeldOutSet(num_prompts=1)}}, "without '/'"),
     ],
 )
 def test_a_rule_out_of_range_is_named(wrong: dict[str, Any], text: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from broker.state.rules import Rules
-from broker.state.settings import RULES, SETTINGS, values
+from broker.state.settings import RULES, SETTINGS, current_values
 from slimebus.bus import messages as m
 
 
@@ -272,4 +272,4 @@ def test_every_setting_has_its_field_in_the_config_and_in_the_rules() -> None:
     from slimebus.config.schema import paths
 
     assert RULES.keys() <= paths().keys()
-    assert values(Rules(batch_size=1)).keys() == SETTINGS.keys()
+    assert current_values(Rules(batch_size=1)).keys() == SETTINGS.keys()

@@ -201,6 +201,16 @@ def test_steps_that_another_trainer_trained_in_its_place_are_not_taken_for_those
     assert "no record of 1 of the trained steps; up to 2 prompts may be trained twice" in desk.notes[-2]
 
 
+def test_a_run_that_began_anew_skips_no_prompt_for_the_trainer_of_the_steps_before(desk: Any) -> None:
+    _three_steps(desk, checkpoint=2)
+    desk.join("t", "trainer", instance="2")
+    assert desk.ask("t", m.Resume(step=0, version=0, lineage="M")) == m.Ok()
+    desk.join("t", "trainer", instance="3")
+    assert desk.ask("t", m.Resume(step=3, version=3, lineage="N", parent="L")) == m.Ok()
+    assert desk.state.meta.cursor == 0
+    assert "no record of 3 of the trained steps; up to 6 prompts may be trained twice" in desk.notes[-2]
+
+
 def test_a_checkpoint_of_an_older_lineage_is_taken_as_it_is_where_nobody_went_back_behind_it(desk: Any) -> None:
     trained = _three_steps(desk, checkpoint=0)
     desk.begin(step=3, version=3, lineage="M")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from broker.state import admission, leases
-from broker.state.rules import EvalDataset
+from broker.state.rules import HeldOutSet
 from slimebus.bus import messages as m
 
 WAIT_S = 15.0
@@ -24,7 +24,7 @@ def asks() -> dict[str, tuple[str, m.Message]]:
 @pytest.fixture
 def busy(begun_desk: Any) -> Any:
     """A desk where every kind of request waits: no room, no batch, nothing to read, an evaluation that nobody makes."""
-    desk = begun_desk(eval_datasets={"held": EvalDataset(num_prompts=1)}, eval_first=False, lease_s=1000.0, client_timeout_s=1000.0)
+    desk = begun_desk(eval_datasets={"held": HeldOutSet(num_prompts=1)}, eval_first=False, lease_s=1000.0, client_timeout_s=1000.0)
     desk.join("c", "consumer")
     desk.lease(99)
     return desk
@@ -80,7 +80,7 @@ class Calls:
 @pytest.fixture
 def crowd(begun_desk: Any) -> Any:
     """200 workers of an older version wait for a lease, while an evaluation of the newest version is queued."""
-    desk = begun_desk(max_staleness=0, max_clients=500, eval_datasets={"held": EvalDataset(num_prompts=3)}, eval_first=False)
+    desk = begun_desk(max_staleness=0, max_clients=500, eval_datasets={"held": HeldOutSet(num_prompts=3)}, eval_first=False)
     desk.fill(2)
     desk.train(0)
     for number in range(200):
@@ -92,7 +92,7 @@ def crowd(begun_desk: Any) -> Any:
 
 
 def test_bursts_look_at_one_waiting_lease_of_each_kind_while_nobody_can_be_served(crowd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    walked = Calls(monkeypatch, leases, "_next_for")
+    walked = Calls(monkeypatch, leases, "_next_group_for")
     judged = Calls(monkeypatch, admission, "refusal_for")
     for _ in range(10):
         crowd.ask("w", m.Heartbeat(lineage="L", serving=0))

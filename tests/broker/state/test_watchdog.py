@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from broker.state.effects import Note
-from broker.state.rules import EvalDataset
+from broker.state.rules import HeldOutSet
 from slimebus.bus import messages as m
 
 STEP_S = 20.0
@@ -151,7 +151,7 @@ def test_a_broker_that_nobody_joined_is_not_stalled(new_desk: Any) -> None:
 @pytest.fixture
 def evaluating(new_desk: Any) -> Any:
     """A run that has trained a step each 20 s and evaluates its last version, with limits of 100 s; its worker serves that version."""
-    held = {"held": EvalDataset(num_prompts=3)}
+    held = {"held": HeldOutSet(num_prompts=3)}
     return finished(trained(new_desk(max_staleness=4, stall_min_s=10.0, eval_datasets=held, eval_first=False)))
 
 

@@ -26,14 +26,14 @@ def core_of() -> Callable[..., Any]:
 
         from rollout.embedded.core import EngineCore
         from rollout.embedded.kv_cache import KVCache
-        from rollout.embedded.model import Model
-        from rollout.embedded.model_config import ModelConfig
+        from rollout.embedded.model import EmbeddedModel
+        from rollout.embedded.model_config import EmbeddedModelConfig
         from rollout.embedded.model_weights import ModelWeights
         from rollout.embedded.scheduler import Scheduler
 
-        config = ModelConfig.read(path)
+        config = EmbeddedModelConfig.read(path)
         cache = KVCache(config, kv_bytes, torch.float32)
-        model = Model(config, ModelWeights(path, config, torch.float32), config.max_position_embeddings)
+        model = EmbeddedModel(config, ModelWeights(path, config, torch.float32), config.max_position_embeddings)
         scheduler = Scheduler(max_running=max_running, max_prefill_tokens=64, cache=cache)
         return EngineCore(model, cache, scheduler, seed=seed, **options)
 

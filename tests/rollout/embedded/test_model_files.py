@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_model import SHAPE
 
-from rollout.embedded.model_config import ModelConfig
+from rollout.embedded.model_config import EmbeddedModelConfig
 from rollout.embedded.model_weights import ModelFiles, ModelWeights, expected_shapes
 from slimebus.bus.errors import ConfigError, WeightsError
 from slimebus.weights.host.safetensors_file import as_weights
@@ -23,10 +23,10 @@ from slimebus.weights.tensors import as_tensor
 def tensors(qwen3, tmp_path: Path):
     """(config, tensors) of the model, to be saved again in tmp_path."""
     path, _ = qwen3
-    return ModelConfig.read(path), load_file(path / "model.safetensors")
+    return EmbeddedModelConfig.read(path), load_file(path / "model.safetensors")
 
 
-def read(path: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
+def read(path: Path, config: EmbeddedModelConfig) -> dict[str, torch.Tensor]:
     """All tensors of a model directory that the engine serves."""
     files = ModelFiles(path, config)
     return {name: files.read(name)[1] for name in expected_shapes(config)}
@@ -94,20 +94,20 @@ def test_a_model_that_is_not_served_is_named(qwen3, tmp_path: Path, change, word
     config = json.loads((qwen3[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ConfigError, match=words):
-        ModelConfig.read(tmp_path)
+        EmbeddedModelConfig.read(tmp_path)
 
 
 def test_older_configs_give_rope_theta_and_scaling_at_the_top(qwen3, tmp_path: Path):
     config = json.loads((qwen3[0] / "config.json").read_text())
     config.pop("rope_parameters", None)
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}))
-    assert ModelConfig.read(tmp_path).rope == {"type": "linear", "factor": 2.0, "rope_theta": 5e5, "rope_type": "linear"}
+    assert EmbeddedModelConfig.read(tmp_path).rope == {"type": "linear", "factor": 2.0, "rope_theta": 5e5, "rope_type": "linear"}
 
 
 def test_eos_comes_from_both_configs(qwen3, tmp_path: Path):
     (tmp_path / "config.json").write_text((qwen3[0] / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 9]}))
-    assert ModelConfig.read(tmp_path).eos_token_ids == {1, 9}
+    assert EmbeddedModelConfig.read(tmp_path).eos_token_ids == {1, 9}
 
 
 # --- versions that a worker hands over ---

@@ -119,7 +119,7 @@ def test_a_request_that_waited_behind_the_end_is_refused() -> None:
 def waiting(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[str]:
     """The names of requests that wait for a session, as they begin to; "left" once one has left."""
     requests: asyncio.Queue[str] = asyncio.Queue()
-    claim = Endpoint._claim
+    claim = Endpoint._claim_session
 
     async def noted(self: Endpoint, name: str) -> Any:
         requests.put_nowait(name)
@@ -129,7 +129,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[str]:
             requests.put_nowait("left")
             raise
 
-    monkeypatch.setattr(Endpoint, "_claim", noted)
+    monkeypatch.setattr(Endpoint, "_claim_session", noted)
     return requests
 
 
@@ -182,7 +182,7 @@ def test_a_session_that_ended_before_anybody_took_it_is_let_go_of() -> None:
             endpoint.release(endpoint.publish(one))
         last = endpoint.publish(session(Policy()))
         assert (last.session.is_waiting, made[0].is_waiting, len(endpoint._free)) == (True, False, 1)
-        return len(endpoint._slots), (await endpoint._claim("one")).name
+        return len(endpoint._slots), (await endpoint._claim_session("one")).name
 
     assert asyncio.run(whole()) == (0, "one")
 
@@ -193,7 +193,7 @@ def test_no_time_passes_while_a_session_waits_for_an_agent() -> None:
         slot = endpoint.publish(made)
         made.began_at -= 1000.0
         assert made.is_waiting
-        assert await endpoint._claim("one") is slot
+        assert await endpoint._claim_session("one") is slot
         assert not made.is_waiting
         assert time.monotonic() - made.began_at < 100
 

@@ -219,7 +219,7 @@ def test_an_engine_whose_server_answers_but_that_makes_no_token_is_out_of_servic
         asked = list[bool]()
         for client in (stuck, idle):
             client.answers = lambda timeout_s, *, generates: asyncio.sleep(0, asked.append(generates) or not generates)  # type: ignore[attr-defined, func-returns-value]
-            dispatch.pool._do(client.engine, "monitor", dispatch.pool._monitor)
+            dispatch.pool._start_task(client.engine, "monitor", dispatch.pool._monitor)
         waiting = begin(dispatch)
         with pytest.raises(WeightsError, match="out of service until its weights are whole again"):
             await waiting
@@ -412,7 +412,7 @@ def test_frozen_models_are_asked_by_name_and_their_tokens_have_no_version(tmp_pa
         assert (policy.asked, teacher.asked) == (0, 1)
         teacher.release()
         (completion,) = await begun
-        assert dispatch.runs(completion, is_frozen=True) == [(NO_VERSION, 1)]
+        assert dispatch.version_runs(completion, is_frozen=True) == [(NO_VERSION, 1)]
         with pytest.raises(UsageError, match="no engine of model 'judge'; there are: policy, teacher"):
             await dispatch.generate([[1]], [{}], model="judge")
         put(policy.engine, "sick", dispatch.pool)

@@ -11,7 +11,7 @@ import pytest
 from waiting import wait_until
 
 from rollout.rewards import code, dapo, deepscaler, exact, f1, gpqa, math, random
-from rollout.rewards.reward import find
+from rollout.rewards.reward import find_reward
 from rollout.samples.response import Response, Task
 from slimebus.bus.errors import HookError, UsageError
 from slimebus.config import resolve
@@ -272,17 +272,17 @@ def config(**fields: str) -> Any:
 
 @pytest.mark.parametrize("name", sorted(set(get_args(RewardName)) - {"ifbench", "code"}))
 def test_every_built_in_reward_is_found_by_its_name(name: str, tmp_path: Path) -> None:
-    assert find(config(rm_type=name, rm_url="http://127.0.0.1:1"), tmp_path).load().name == f"reward rollout.rewards.{name}:reward"
+    assert find_reward(config(rm_type=name, rm_url="http://127.0.0.1:1"), tmp_path).load().name == f"reward rollout.rewards.{name}:reward"
 
 
 def test_what_a_built_in_reward_lacks_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"rm_type: remote asks a server; give its address as rollout.rm_url"):
-        find(config(rm_type="remote"), tmp_path)
+        find_reward(config(rm_type="remote"), tmp_path)
     with pytest.raises(UsageError, match=r"ifbench needs IFBench's evaluation_lib, which is in no package; clone https"):
-        find(config(rm_type="ifbench"), tmp_path)
+        find_reward(config(rm_type="ifbench"), tmp_path)
     monkeypatch.setattr(code, "NAMESPACES", ["--no-such-namespace"])
     with pytest.raises(UsageError, match=r"code needs Linux namespaces, and here they fail: .*--no-such-namespace"):
-        find(config(rm_type="code"), tmp_path)
+        find_reward(config(rm_type="code"), tmp_path)
 
 
 def test_ifbench_asks_its_own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +303,6 @@ def test_instruction_following_strict(example, responses):
 
 def test_a_reward_whose_argument_is_responses_is_one_of_the_group(tmp_path: Path) -> None:
     (tmp_path / "plug.py").write_text("def one(response): pass\ndef all(responses): pass\ndef none(): pass\n")
-    assert [find(config(custom_rm_path=f"plug.py:{name}"), tmp_path).is_group for name in ("one", "all")] == [False, True]
+    assert [find_reward(config(custom_rm_path=f"plug.py:{name}"), tmp_path).is_group for name in ("one", "all")] == [False, True]
     with pytest.raises(HookError, match=r"too many positional arguments; it is called with \(response\)"):
-        find(config(custom_rm_path="plug.py:none"), tmp_path)
+        find_reward(config(custom_rm_path="plug.py:none"), tmp_path)

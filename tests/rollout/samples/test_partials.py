@@ -32,12 +32,12 @@ def response(ids: list[int], versions: list[tuple[int, int]], reason: str = "abo
 
 
 def frames_of(responses: list[Response]) -> list[Any]:
-    return partials.give_back(LEASE, "L", responses)[1]
+    return partials.give_back_message(LEASE, "L", responses)[1]
 
 
 def test_what_is_handed_over_comes_back_as_it_was() -> None:
     made = [response([1, 2, 3], [(4, 2), (5, 1)]), response([7], [(5, 1)], "stop", index=1)]
-    again = partials.begun([task(0), task(1)], frames_of(made))
+    again = partials.decode_partial([task(0), task(1)], frames_of(made))
     for before, after in zip(made, again, strict=True):
         assert after.token_ids.tolist() == before.token_ids.tolist()
         assert after.logprobs.tolist() == before.logprobs.tolist()
@@ -45,24 +45,24 @@ def test_what_is_handed_over_comes_back_as_it_was() -> None:
 
 
 def test_a_sample_that_had_not_begun_survives_beside_one_that_had() -> None:
-    again = partials.begun([task(0), task(1)], frames_of([response([1], [(4, 1)]), partials.empty(task(1))]))
+    again = partials.decode_partial([task(0), task(1)], frames_of([response([1], [(4, 1)]), partials.empty_response(task(1))]))
     assert [len(r.token_ids) for r in again] == [1, 0]
     assert again[1].versions == []
 
 
 def test_a_group_without_a_token_is_given_back_plainly() -> None:
-    message, frames = partials.give_back(LEASE, "L", [partials.empty(task())])
+    message, frames = partials.give_back_message(LEASE, "L", [partials.empty_response(task())])
     assert (message.outcome, frames) == ("requeue", [])
 
 
 def test_a_partial_of_another_tokenizer_is_refused() -> None:
     other = Task(prompt="ab", prompt_ids=np.array([9, 9], np.int32), sampling={}, group="0/1")
     with pytest.raises(ProtocolError, match="does not begin with the prompt's tokens"):
-        partials.begun([other], frames_of([response([1], [(4, 1)])]))
+        partials.decode_partial([other], frames_of([response([1], [(4, 1)])]))
 
 
 def test_a_continued_response_joins_runs_of_one_version() -> None:
-    joined = partials.continued(response([1, 2], [(4, 2)]), completion([3, 0], "stop", 5), [(4, 1), (5, 1)])
+    joined = partials.continue_response(response([1, 2], [(4, 2)]), completion([3, 0], "stop", 5), [(4, 1), (5, 1)])
     assert joined.token_ids.tolist() == [1, 2, 3, 0]
     assert joined.versions == [(4, 3), (5, 1)]
     assert joined.finish_reason == "stop"

@@ -21,7 +21,7 @@ from slimebus.bus import envelope
 from slimebus.bus.errors import HookError, ProtocolError, SlimebusError, Unreachable, UsageError, WeightsError
 from slimebus.bus.messages import GiveBack, Lease, LeasedGroup, LeaseReply, Message, Put, PutReply, Welcome
 from slimebus.bus.samples import decode_group, encode_group
-from slimebus.bus.transport.request import Reply
+from slimebus.bus.transport.request import ReceivedReply
 from slimebus.config import resolve
 
 RAISED = [
@@ -80,7 +80,7 @@ def test_an_exit_in_a_task_that_a_hook_began_ends_that_task_alone(tmp_path: Path
     async def run() -> None:
         contain_exits(asyncio.get_running_loop())
         with pytest.raises(PluginError, match="SystemExit in a task"):
-            await made.make(LeasedGroup(group="0/1", lease=1, num_samples=2, deadline_s=60), record())
+            await made.make_group(LeasedGroup(group="0/1", lease=1, num_samples=2, deadline_s=60), record())
 
     asyncio.run(run())
 
@@ -93,7 +93,7 @@ def test_another_thread_sees_which_hook_a_loop_is_in_and_for_which_group_also_in
     async def work() -> None:
         LEASED.set(leased)
         with pytest.raises(PluginError, match="made no sample"):
-            await made.make(leased, record())
+            await made.make_group(leased, record())
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
@@ -164,7 +164,7 @@ def test_a_malformed_response_is_an_error_of_its_group(tmp_path: Path, field: st
     setattr(response, name, eval(value, {"np": np, "torch": torch}))
 
     def check_and_encode() -> None:
-        made._check("the hook", [response])
+        made._check_responses("the hook", [response])
         encode_group([to_sample(response)])
 
     with pytest.raises((PluginError, ProtocolError)):
@@ -265,7 +265,7 @@ def test_a_task_is_no_other_samples_task(tmp_path: Path) -> None:
 )
 def test_a_sample_says_the_temperature_of_its_logprobs(tmp_path: Path, sampling: dict[str, Any], temperature: float) -> None:
     leased = LeasedGroup(group="0/1", lease=1, num_samples=1, deadline_s=60, sampling=sampling)
-    (sample,) = decode_group(encode_group(asyncio.run(maker(tmp_path).make(leased, record()))))
+    (sample,) = decode_group(encode_group(asyncio.run(maker(tmp_path).make_group(leased, record()))))
     assert sample.temperature == temperature
 
 
@@ -335,17 +335,17 @@ class Broker:
     def listen(self, *_: Any) -> None:
         pass
 
-    async def ask(self, message: Message, bulk: Any = (), **_: Any) -> Reply:
+    async def ask(self, message: Message, bulk: Any = (), **_: Any) -> ReceivedReply:
         envelope.encode(message, id=1)
         await asyncio.sleep(0)
         if isinstance(message, Lease):
             self.leased += 1
             group = LeasedGroup(group=f"0/{self.leased}", lease=self.leased, num_samples=1, deadline_s=60)
-            return Reply(LeaseReply(groups=[group]), [record()])
+            return ReceivedReply(LeaseReply(groups=[group]), [record()])
         self.answers.append(message)
         if len(self.answers) >= self.enough and self.worker is not None:
             self.worker.stop()
-        return Reply(PutReply(result="accepted"), [])
+        return ReceivedReply(PutReply(result="accepted"), [])
 
 
 def serve(tmp_path: Path, plug: str, enough: int, run: Callable[[Any], Any] = asyncio.run, *, max_message_bytes: int = 0) -> list[Message]:

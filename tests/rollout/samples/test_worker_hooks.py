@@ -28,7 +28,7 @@ def make(folder: Path, hooks: str, **fields: str) -> tuple[GroupMaker, list[Samp
     maker = GroupMaker(resolve(None, flags, {}).config, folder, Letters(), Policy("ab"))  # type: ignore[arg-type]
     leased = LeasedGroup(group="0/1", lease=1, num_samples=1, deadline_s=60.0)
     try:
-        return maker, asyncio.run(maker.make(leased, msgspec.msgpack.encode({"prompt": "q", "label": "ab"})))
+        return maker, asyncio.run(maker.make_group(leased, msgspec.msgpack.encode({"prompt": "q", "label": "ab"})))
     except Dropped:
         return maker, []
 

@@ -14,7 +14,7 @@ from rollout.samples.response import Response, Task
 from rollout.worker.attempts import Attempts
 from slimebus.bus.messages import GiveBack, LeasedGroup, Message, Ok, Put, PutReply
 from slimebus.bus.samples import decode_group
-from slimebus.bus.transport.request import Reply
+from slimebus.bus.transport.request import ReceivedReply
 from slimebus.config import resolve
 from slimebus.telemetry.spans import Spans
 
@@ -32,7 +32,7 @@ class Endless:
         """How often it still says that the group waits for room."""
 
     async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
-        made = begun or [partials.empty(task) for task in tasks]
+        made = begun or [partials.empty_response(task) for task in tasks]
         self.begun = [len(response.token_ids) for response in made]
         self.began.set()
         await self.ended.wait()
@@ -41,7 +41,7 @@ class Endless:
         raise partials.Unfinished([self._more(response, more) for response in made])
 
     def _more(self, response: Response, more: np.ndarray) -> Response:
-        versions = partials.joined(response.versions, [(5, len(more))])
+        versions = partials.join_runs(response.versions, [(5, len(more))])
         logprobs = np.concatenate([response.logprobs, np.zeros(len(more), np.float32)])
         return msgspec.structs.replace(response, token_ids=np.concatenate([response.token_ids, more]), logprobs=logprobs, versions=versions)
 
@@ -71,9 +71,9 @@ class Broker:
     def __init__(self) -> None:
         self.told: list[tuple[Message, Any]] = []
 
-    async def ask(self, message: Message, bulk: Any = (), **_: Any) -> Reply:
+    async def ask(self, message: Message, bulk: Any = (), **_: Any) -> ReceivedReply:
         self.told.append((message, bulk))
-        return Reply(PutReply(result="accepted") if isinstance(message, Put) else Ok(), [])
+        return ReceivedReply(PutReply(result="accepted") if isinstance(message, Put) else Ok(), [])
 
 
 def lease(number: int, partial: Any = ()) -> tuple[LeasedGroup, bytes, Any]:
@@ -99,9 +99,9 @@ async def done(of: Attempts) -> None:
 def test_a_group_out_of_time_is_given_back_with_what_there_is_and_no_attempt_is_counted(tmp_path: Path) -> None:
     async def run() -> list[tuple[Message, Any]]:
         of, broker = attempts(tmp_path, Endless(3), generate_timeout_s="0.05")
-        of.begin(*lease(1))
+        of.begin_attempt(*lease(1))
         await done(of)
-        of.begin(*lease(2, broker.told[0][1]))
+        of.begin_attempt(*lease(2, broker.told[0][1]))
         await done(of)
         assert of.counts.failed == 0
         return broker.told
@@ -118,7 +118,7 @@ def test_a_group_out_of_time_without_a_new_token_is_a_failed_attempt(tmp_path: P
     async def run() -> GiveBack:
         of, broker = attempts(tmp_path, Endless(0), generate_timeout_s="0.05")
         begun = await _begun(tmp_path)
-        of.begin(*lease(1, begun))
+        of.begin_attempt(*lease(1, begun))
         await done(of)
         assert of.counts.failed == 1
         (back, frames) = broker.told[0]
@@ -136,7 +136,7 @@ def test_waiting_for_room_at_an_engine_is_not_counted(tmp_path: Path) -> None:
         engine.queued = 4
         of, _ = attempts(tmp_path, engine, generate_timeout_s="0.05")
         begun = asyncio.get_running_loop().time()
-        of.begin(*lease(1))
+        of.begin_attempt(*lease(1))
         await done(of)
         assert asyncio.get_running_loop().time() - begun >= 5 * 0.05
 
@@ -146,7 +146,7 @@ def test_waiting_for_room_at_an_engine_is_not_counted(tmp_path: Path) -> None:
 async def _begun(tmp_path: Path) -> Any:
     """The frames of a partial of three tokens a sample."""
     of, broker = attempts(tmp_path, Endless(3), generate_timeout_s="0.05")
-    of.begin(*lease(9))
+    of.begin_attempt(*lease(9))
     await done(of)
     return broker.told[0][1]
 
@@ -155,7 +155,7 @@ def test_a_recalled_group_is_given_back_with_what_there_is(tmp_path: Path) -> No
     async def run() -> list[tuple[Message, Any]]:
         engine = Endless(2)
         of, broker = attempts(tmp_path, engine)
-        of.begin(*lease(1))
+        of.begin_attempt(*lease(1))
         await engine.began.wait()
         for _ in range(3):  # each heartbeat says so again
             of.recall(1)
@@ -174,7 +174,7 @@ def test_what_a_hook_makes_is_given_back_at_once_and_begun_anew(tmp_path: Path, 
         engine = Endless(2)
         plug = "async def g(session): await session.generate()"
         of, broker = attempts(tmp_path, engine, plug, custom_generate_function_path="plug.py:g")
-        of.begin(*lease(1))
+        of.begin_attempt(*lease(1))
         await engine.began.wait()
         of.recall(1)
         of.recall(1)
@@ -193,13 +193,13 @@ def test_what_a_hook_makes_is_given_back_at_once_and_begun_anew(tmp_path: Path, 
 def test_what_was_made_before_the_lease_is_not_trained_with_the_mask(tmp_path: Path) -> None:
     class Ends(Endless):
         async def sample(self, tasks: list[Task], begun: list[Response] | None = None) -> list[Response]:
-            made = begun or [partials.empty(task) for task in tasks]
+            made = begun or [partials.empty_response(task) for task in tasks]
             return [
                 msgspec.structs.replace(
                     response,
                     token_ids=np.append(response.token_ids, np.int32(7)),
                     logprobs=np.append(response.logprobs, np.float32(-1)),
-                    versions=partials.joined(response.versions, [(6, 1)]),
+                    versions=partials.join_runs(response.versions, [(6, 1)]),
                     finish_reason="stop",
                 )
                 for response in made
@@ -209,7 +209,7 @@ def test_what_was_made_before_the_lease_is_not_trained_with_the_mask(tmp_path: P
         begun = await _begun(tmp_path)
         of, broker = attempts(tmp_path, Ends(0), mask_offpolicy_in_partial_rollout=mask)
         leased, record, partial = lease(2, begun)
-        of.begin(msgspec.structs.replace(leased, version=6), record, partial)
+        of.begin_attempt(msgspec.structs.replace(leased, version=6), record, partial)
         await done(of)
         return [(s.loss_mask.tolist(), s.versions) for s in decode_group(broker.told[-1][1])]
 
@@ -225,14 +225,14 @@ def test_an_engine_with_room_is_given_its_next_group_before_work_on_samples_begi
         of, broker = attempts(tmp_path, Answering(), rm_type="random")
         texts = list[object]()
         monkeypatch.setattr(of.maker.tokenizer, "decode", lambda ids: texts.append(ids) or "")
-        of.begin(*lease(1))
+        of.begin_attempt(*lease(1))
         await asyncio.wait_for(of.ended.wait(), 10)  # as the worker does once it is full
         assert (of.num_samples, texts, broker.told) == (0, [], [])
         await of.cancel()
         assert [type(message) for message, _ in broker.told] == [GiveBack]
 
         of.ended.set()  # nobody waits for room: a group is put at once
-        of.begin(*lease(2))
+        of.begin_attempt(*lease(2))
         await done(of)
         assert (len(texts), type(broker.told[-1][0])) == (2, Put)
 
@@ -253,7 +253,7 @@ def reward(response):
         taken = []
         for number in (1, 2):
             of.ended.clear()
-            of.begin(*lease(number))
+            of.begin_attempt(*lease(number))
             taken.append(of.num_samples)
             await asyncio.wait_for(of.ended.wait(), 10)  # it is sampled; its rewards wait
             taken.append(of.num_samples)

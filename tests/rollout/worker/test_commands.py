@@ -29,7 +29,7 @@ def outcome_of(url: str, failure: Exception | None = None) -> CommandReply:
     async def told() -> CommandReply:
         answered = asyncio.Event()
         commands = Commands(pool, drain=lambda: None, on_outcome=answered.set)
-        commands.take([Command(key="k", action="attach", url=url)])
+        commands.start_commands([Command(key="k", action="attach", url=url)])
         await asyncio.wait_for(answered.wait(), 10)
         assert not commands._running
         return commands.outcomes["k"]

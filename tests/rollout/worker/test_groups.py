@@ -126,7 +126,7 @@ def test_a_class_is_set_up_once_and_torn_down(tmp_path: Path, caplog: pytest.Log
     async def run() -> None:
         await made.setup()
         for _ in range(2):
-            await made.make(LeasedGroup(group="0/1", lease=1, num_samples=2, deadline_s=60), msgspec.msgpack.encode({"prompt": "ab"}))
+            await made.make_group(LeasedGroup(group="0/1", lease=1, num_samples=2, deadline_s=60), msgspec.msgpack.encode({"prompt": "ab"}))
         await made.teardown()
 
     asyncio.run(run())
@@ -172,7 +172,7 @@ CHAT = "user:hi;assistant:"
 def test_tools_in_the_metadata_go_to_the_chat_template(tmp_path: Path, tools: Any, encoded: str) -> None:
     record = msgspec.msgpack.encode({"prompt": [{"role": "user", "content": "hi"}], "label": "x0", "metadata": {"tools": tools}})
     leased = LeasedGroup(group="0/1", lease=1, num_samples=1, deadline_s=60)
-    (sample,) = asyncio.run(maker(tmp_path, rm_type="exact").make(leased, record))
+    (sample,) = asyncio.run(maker(tmp_path, rm_type="exact").make_group(leased, record))
     assert "".join(map(chr, sample.tokens)).startswith(encoded)
 
 
@@ -180,7 +180,7 @@ def test_tools_in_the_metadata_go_to_the_chat_template(tmp_path: Path, tools: An
 def test_a_rewards_text_ends_before_the_stop_string(tmp_path: Path, stop: Any, text: str) -> None:
     leased = LeasedGroup(group="0/1", lease=1, num_samples=1, deadline_s=60, sampling={"stop": stop})
     record = msgspec.msgpack.encode({"prompt": "ab", "label": text})
-    (sample,) = asyncio.run(maker(tmp_path, rm_type="exact").make(leased, record))
+    (sample,) = asyncio.run(maker(tmp_path, rm_type="exact").make_group(leased, record))
     assert (sample.reward, sample.tokens.tolist()) == (1.0, [97, 98, 120, 48, 0])
 
 

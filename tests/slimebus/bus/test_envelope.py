@@ -112,15 +112,20 @@ def test_an_error_reply_becomes_an_error_with_the_peer_and_its_code() -> None:
     assert (type(busy), busy.code, busy.retryable) == (SlimebusError, "busy", True)
 
 
-def test_the_document_names_the_keys_that_are_always_in_a_reply() -> None:
-    text = PROTOCOL.read_text().partition("Of a reply these keys are always there")[2].partition("\n\n")[0]
-    always = {name for kind in (*m.REPLIES, m.LeasedGroup, m.ReadGroup) for name in required(kind)}
-    named = set(re.findall(r"`(\w+)`", text.partition("The default of")[0]))
-    assert named == always
+def test_the_document_has_the_keys_that_are_always_there_in_bold() -> None:
+    text = PROTOCOL.read_text().partition("## Joining")[2]
+    inner = {"lease_reply": [m.LeasedGroup], "read_reply": [m.ReadGroup]}
+    for name, cls in m.TYPES.items():
+        section = text.split(f"### `{name}`", 1)[1].split("\n### ", 1)[0]
+        needed = {field.name for kind in (cls, *inner.get(name, ())) for field in msgspec.structs.fields(kind) if field.required}
+        assert set(re.findall(r"\*\*`(\w+)`\*\*", section)) == needed, name
 
 
-def required(kind: type[m.Message]) -> list[str]:
-    return [field.name for field in msgspec.structs.fields(kind) if field.required]
+@pytest.mark.parametrize(("changed", "where"), [({"epoch": "x"}, "header.epoch"), ({"body": {"lineage": 1}}, "body.lineage")])
+def test_a_value_of_a_wrong_type_is_named_by_where_it_stands(changed: dict[str, object], where: str) -> None:
+    header = {"v": 1, "type": "heartbeat", "id": 1, "run": "r", "sender": "w", "epoch": 1, "body": {}} | changed
+    with pytest.raises(ProtocolError, match=f"at `{where}`"):
+        envelope.decode([msgspec.msgpack.encode(header)])
 
 
 def test_numbers_that_begin_at_a_time_of_day_in_milliseconds_can_be_sent() -> None:

@@ -12,9 +12,9 @@ from slimebus.config import resolve
 from slimebus.config.engine_plan import engine_specs, gpus_per_engine, placement
 from slimebus.config.field_rules import rule_problems
 from slimebus.config.schema import EngineConfig, RunConfig, TrainerConfig
+from slimebus.process import supervisor
 from slimebus.process.launch import ChildProcess, ProcessGroup
-from slimebus.view import local_run
-from slimebus.view.local_run import start_all
+from slimebus.process.supervisor import start_processes
 
 RECIPE = Path(__file__).resolve().parents[3] / "configs" / "gsm8k-qwen3-4b-8gpu" / "run.yaml"
 
@@ -32,13 +32,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[str], Any]]
         found[role] = (arguments, environment)
         return None  # type: ignore[return-value]
 
-    monkeypatch.setattr(local_run.ProcessGroup, "start", note)
+    monkeypatch.setattr(supervisor.ProcessGroup, "start", note)
     return found
 
 
 def test_the_recipe_puts_four_ranks_and_two_engines_on_eight_gpus(tmp_path: Path, started: dict[str, tuple[list[str], Any]]) -> None:
     resolved = resolve(RECIPE, {"broker.bind": "tcp://127.0.0.1:0"}, {})
-    start_all(ProcessGroup(tmp_path), resolved, [str(RECIPE)], 1, {})
+    start_processes(ProcessGroup(tmp_path), resolved, [str(RECIPE)], 1, {})
     assert started["trainer"][1] == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     assert started["rollout"][1] == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     assert not started["broker"][1]
@@ -49,7 +49,7 @@ def test_the_recipe_puts_four_ranks_and_two_engines_on_eight_gpus(tmp_path: Path
 def test_workers_and_a_critic_share_what_is_there_and_flags_are_replaced(tmp_path: Path, started: dict[str, tuple[list[str], Any]]) -> None:
     flags = {"broker.bind": "tcp://127.0.0.1:0", "engine.gpus": "4,5,6,7", "trainer.gpus": "0,1"}
     words = ["--engine-gpus", "4,5,6,7", "--seed", "3", "--trainer-gpus", "0,1"]
-    start_all(ProcessGroup(tmp_path), resolve(None, flags, {}), words, 2, {"critic": ["trainer", "--role", "critic"]})
+    start_processes(ProcessGroup(tmp_path), resolve(None, flags, {}), words, 2, {"critic": ["trainer", "--role", "critic"]})
     seen = {role: environment["CUDA_VISIBLE_DEVICES"] for role, (_, environment) in started.items() if environment}
     assert seen == {"trainer": "0", "critic": "1", "rollout": "4,5", "rollout-2": "6,7"}
     arguments = started["rollout-2"][0]

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from broker.process import build
+from broker.main import build_broker
 from slimebus.bus.errors import ConfigError
 from slimebus.cli.commands.config import check
 from slimebus.config import resolve
@@ -26,7 +26,7 @@ def test_a_run_without_engines_that_is_to_be_evaluated_is_refused(tmp_path: Path
     """It would wait for its evaluations for ever."""
     file = run_yaml(tmp_path, "none")
     with pytest.raises(ConfigError, match=r"eval.datasets held need an engine .* engine.engine is none; set engine.engine"):
-        build(resolve(file, environ={}))
+        build_broker(resolve(file, environ={}))
     refused = CliRunner().invoke(check, [str(file)])
     assert isinstance(refused.exception, ConfigError)
 

@@ -219,7 +219,7 @@ def test_what_a_config_names_is_looked_at(tmp_path: Path, what: str) -> None:
 
 def test_sglang_that_is_not_installed_is_named_with_the_way_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = complete(tmp_path, engine__engine="sglang")
-    monkeypatch.setattr("slimebus.config.file_checks._sglang", lambda python: None)
+    monkeypatch.setattr("slimebus.config.file_checks._sglang_folder", lambda python: None)
     assert "has no package sglang; bin/install-sglang installs it" in problems(file)
     file = complete(tmp_path, engine__engine="sglang", engine__engine_url=["http://127.0.0.1:1"])
     assert not problems(file), "a running engine needs no package here"
@@ -244,7 +244,7 @@ def test_an_unknown_argument_of_sglang_is_told_with_the_nearest(tmp_path: Path, 
     (tmp_path / "sglang" / "srt").mkdir(parents=True)
     source = 'class ServerArgs:\n    model_path: str\n    tp_size: int = 1\n\nparser.add_argument("--tensor-parallel-size", "--tp-size")\n'
     (tmp_path / "sglang" / "srt" / "server_args.py").write_text(source)
-    monkeypatch.setattr("slimebus.config.file_checks._sglang", lambda python: tmp_path / "sglang")
+    monkeypatch.setattr("slimebus.config.file_checks._sglang_folder", lambda python: tmp_path / "sglang")
     file = complete(tmp_path, engine__engine="sglang", sglang__tp_sise=2)
     assert "run.yaml" in problems(file)
     assert "sglang.tp_sise: no argument of the SGLang server; did you mean 'tp_size'?" in problems(file)
@@ -260,7 +260,7 @@ def test_arguments_of_server_groups_and_of_the_router_are_checked_too(tmp_path: 
     ):
         (tmp_path / "package" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "package" / name).write_text(text)
-    monkeypatch.setattr("slimebus.config.file_checks._package", lambda python, name: tmp_path / "package")
+    monkeypatch.setattr("slimebus.config.file_checks._package_folder", lambda python, name: tmp_path / "package")
     models = [
         {"name": "actor", "server_groups": [{"num_gpus": 2, "num_gpus_per_engine": 2, "overrides": {"tp_sise": 2}}]},
         {"name": "judge", "model_path": "nowhere", "server_groups": [{"num_gpus": 1}]},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from manual_clock import ManualClock
 
-from slimebus.process.loop_watch import LEAVE_BLOCKED_S, LOOK_S, MAX_LOOK_S, WARN_S, LoopWatch, progress_of
+from slimebus.process.loop_watch import CHECK_EVERY_S, LEAVE_BLOCKED_S, MAX_CHECK_S, WARN_S, LoopWatch, progress_of
 
 
 class Watched:
@@ -29,14 +29,14 @@ class Watched:
 
     def block(self, seconds: float) -> None:
         """The loop does not get on, and the watch looks as often as it should."""
-        for _ in range(round(seconds / LOOK_S)):
-            self.clock.advance(LOOK_S)
-            self.watch.look()
+        for _ in range(round(seconds / CHECK_EVERY_S)):
+            self.clock.advance(CHECK_EVERY_S)
+            self.watch.check_progress()
 
     def work(self, seconds: float) -> None:
-        for _ in range(round(seconds / LOOK_S)):
+        for _ in range(round(seconds / CHECK_EVERY_S)):
             self.turns += 1
-            self.block(LOOK_S)
+            self.block(CHECK_EVERY_S)
 
 
 def block_in(file: Path, watched: Watched, seconds: float) -> None:
@@ -58,7 +58,7 @@ def block_in(file: Path, watched: Watched, seconds: float) -> None:
 def test_a_loop_that_is_blocked_is_named_once_with_the_users_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched()
     watched.work(30)
-    watched.block(WARN_S - LOOK_S)
+    watched.block(WARN_S - CHECK_EVERY_S)
     assert (watched.watch.blocked_s, watched.watch.blocked_at, caplog.messages) == (0.0, "", [])
     watched.work(1)
     with caplog.at_level(logging.INFO):
@@ -92,8 +92,8 @@ def test_time_in_which_the_watch_did_not_run_either_is_not_the_loops() -> None:
     watched.work(3)
     for _ in range(4):  # suspended for an hour, again and again
         watched.clock.advance(3600)
-        watched.watch.look()
-        assert watched.watch._stood_s <= MAX_LOOK_S
+        watched.watch.check_progress()
+        assert watched.watch._stood_s <= MAX_CHECK_S
         watched.turns += 1
     assert not watched.ended
     assert watched.watch.blocked_s == 0
@@ -111,7 +111,7 @@ def test_a_debugger_may_hold_the_loop_as_long_as_it_likes() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_and_a_loop_that_cannot_hear_it_ended(number: signal.Signals) -> None:
     watched = Watched(grace_s=40.0)
-    watched.watch.take(number)
+    watched.watch.handle_signal(number)
     assert (watched.signals, watched.watch.is_leaving) == (1, True)
     watched.work(30)
     assert not watched.ended, "it leaves in its own way"
@@ -122,8 +122,8 @@ def test_a_signal_is_passed_on_and_a_loop_that_cannot_hear_it_ended(number: sign
 def test_a_process_that_was_blocked_before_the_signal_ends_at_once() -> None:
     watched = Watched()
     watched.block(100)
-    watched.watch.take(signal.SIGTERM)
-    watched.watch.look()
+    watched.watch.handle_signal(signal.SIGTERM)
+    watched.watch.check_progress()
     assert len(watched.ended) == 1
 
 
@@ -135,16 +135,16 @@ def test_a_process_that_works_on_after_its_grace_is_ended() -> None:
     watched.watch.leave()
     assert not watched.ended
     watched.work(1)
-    assert watched.ended[0].startswith("told to leave 40 s ago and still here; the main thread is at ")
+    assert watched.ended[0].startswith("asked to leave 40 s ago and still running; the main thread is at ")
 
 
 def test_more_sigterms_do_not_disturb_the_leaving_and_a_second_ctrl_c_ends_it() -> None:
     watched = Watched()
     for _ in range(3):
-        watched.watch.take(signal.SIGTERM)
-    watched.watch.look()
+        watched.watch.handle_signal(signal.SIGTERM)
+    watched.watch.check_progress()
     assert not watched.ended
-    watched.watch.take(signal.SIGINT)
+    watched.watch.handle_signal(signal.SIGINT)
     assert watched.ended == ["interrupted again while it was leaving"]
 
 
@@ -166,13 +166,13 @@ def test_an_event_loop_gets_on_while_it_is_idle_and_while_many_slow_tasks_share_
 
         watching = threading.Thread(target=look)
         watching.start()
-        await asyncio.sleep(3 * LOOK_S)
+        await asyncio.sleep(3 * CHECK_EVERY_S)
         now = "busy"
         await asyncio.gather(*(slow() for _ in range(10)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         now = "blocked"
-        time.sleep(2 * LOOK_S)
+        time.sleep(2 * CHECK_EVERY_S)
         ended.set()
         watching.join()
 

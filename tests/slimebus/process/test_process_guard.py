@@ -14,7 +14,7 @@ import pytest
 from waiting import has_ended, wait_until
 
 import slimebus.process.process_guard
-from rollout.engines.sglang.process import ending
+from rollout.engines.sglang.process import describe_exit_status
 from slimebus.process.process_guard import can_hide
 
 pytestmark = pytest.mark.integration
@@ -85,7 +85,12 @@ def test_a_command_that_a_signal_killed_is_said_to_be():
     with guard:
         os.kill(server, signal.SIGKILL)
         status = guard.wait(20)
-    assert (status, ending(status), ending(2), ending(-9)) == (137, "killed by SIGKILL", "exit status 2", "killed by SIGKILL")
+    assert (status, describe_exit_status(status), describe_exit_status(2), describe_exit_status(-9)) == (
+        137,
+        "killed by SIGKILL",
+        "exit status 2",
+        "killed by SIGKILL",
+    )
 
 
 @pytest.mark.skipif(not can_hide(), reason="the kernel makes no namespaces here")

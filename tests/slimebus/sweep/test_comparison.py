@@ -10,7 +10,7 @@ from run_records import write_run
 
 from slimebus.cli.commands.sweep import compare
 from slimebus.sweep import plots
-from slimebus.sweep.comparison import main_axis, page, sections_of, table
+from slimebus.sweep.comparison import main_axis, render_page, result_rows, sections_of
 from slimebus.sweep.results import Estimate, Point, RunResult
 
 ETA = "broker.max_staleness"
@@ -50,14 +50,14 @@ def test_a_section_is_what_the_other_axes_have_in_common() -> None:
 
 
 def test_a_condition_is_a_row_with_its_interval() -> None:
-    (row, *_) = table(sections_of(RESULTS, ETA)["clip"], ETA)
+    (row, *_) = result_rows(sections_of(RESULTS, ETA)["clip"], ETA)
     assert row == ("0", "3 of 3", "0.733 (0.733–0.733)", "10", "20 s", "100 (100–100)", "0.00", "0.9", "", "0.01", "")
-    (one,) = table(RESULTS[:1], ETA)
+    (one,) = result_rows(RESULTS[:1], ETA)
     assert one[2] == "0.733 [0.100–0.900]", "of one seed: the interval of the problems"
 
 
 def test_a_failed_trial_is_a_row_with_its_reason() -> None:
-    (row,) = table([FAILED], ETA)
+    (row,) = result_rows([FAILED], ETA)
     assert row[:2] == ("4", "0 of 1")
     assert row[-1] == "seed 0 failed: it broke: <script>alert(1)</script> | no"
 
@@ -68,24 +68,24 @@ def test_error_bars_end_where_their_intervals_do() -> None:
 
 
 def test_what_is_nowhere_above_zero_is_drawn_without_a_warning() -> None:
-    assert plots.by_lag([result(2, "clip", 0, by_lag={"0": {"m2": 0.0}})], ETA)
+    assert plots.plot_by_lag([result(2, "clip", 0, by_lag={"0": {"m2": 0.0}})], ETA)
 
 
 def test_every_plot_shows_its_runs() -> None:
     clip = sections_of(RESULTS, ETA)["clip"]
-    assert {"heldout", "seconds of steps", "steps", "samples trained", "0", "2"} <= texts(plots.learning(clip, ETA))
-    by_lag = texts(plots.by_lag(clip, ETA))
+    assert {"heldout", "seconds of steps", "steps", "samples trained", "0", "2"} <= texts(plots.plot_learning(clip, ETA))
+    by_lag = texts(plots.plot_by_lag(clip, ETA))
     assert {"loss, by the step's mean lag", "second moment of the log ratio", "engine's own mismatch, mean", "5-8"} <= by_lag
     assert {"eta", "samples/s, once warm", "last score", "clip", "tis", "eta 0", "eta 2"} <= texts(
-        plots.trade_off(sections_of(RESULTS, ETA), ETA)
+        plots.plot_trade_off(sections_of(RESULTS, ETA), ETA)
     )
-    assert "clip" in texts(plots.trade_off(sections_of(RESULTS, "how"), "how"))
+    assert "clip" in texts(plots.plot_trade_off(sections_of(RESULTS, "how"), "how"))
     unbounded = result(2, "clip", 0, condition={ETA: "inf"})
-    assert "inf" in texts(plots.trade_off({"": [unbounded, result(2, "clip", 0, condition={ETA: "2"})]}, ETA))
+    assert "inf" in texts(plots.plot_trade_off({"": [unbounded, result(2, "clip", 0, condition={ETA: "2"})]}, ETA))
 
 
 def test_the_report_is_one_file_and_hostile_text_stays_text() -> None:
-    html = page([*RESULTS, FAILED], ETA, "Sweep <b>", "run: x\n$HOME")
+    html = render_page([*RESULTS, FAILED], ETA, "Sweep <b>", "run: x\n$HOME")
     assert html.count("data:image/svg+xml;base64,") == 5
     assert "<script" not in html
     assert "Sweep &lt;b&gt;" in html
@@ -97,12 +97,12 @@ def test_the_report_is_one_file_and_hostile_text_stays_text() -> None:
 def test_one_condition_has_a_report_without_a_comparison() -> None:
     alone = [result(0, "", seed, condition={}) for seed in (0, 1)]
     assert main_axis(alone) == ""
-    assert page(alone, "", "Sweep", "").count("data:image/svg+xml") == 2
-    assert table(alone, "")[0][:2] == ("all", "2 of 2")
+    assert render_page(alone, "", "Sweep", "").count("data:image/svg+xml") == 2
+    assert result_rows(alone, "")[0][:2] == ("all", "2 of 2")
 
 
 def test_plots_are_the_same_for_the_same_results() -> None:
-    assert plots.learning(RESULTS[:6], ETA) == plots.learning(RESULTS[:6], ETA)
+    assert plots.plot_learning(RESULTS[:6], ETA) == plots.plot_learning(RESULTS[:6], ETA)
 
 
 def test_compare_writes_report_table_and_numbers(tmp_path: Path) -> None:
@@ -124,6 +124,6 @@ def test_compare_writes_report_table_and_numbers(tmp_path: Path) -> None:
 def test_conditions_with_long_names_leave_room_for_the_plot() -> None:
     names = [f"max_staleness={eta}, recompute_granularity=selective, num_rollout=80, mismatch_interval=0" for eta in (2, 4)]
     runs = [result(2, "clip", seed, condition={"settings": name}) for seed in (0, 1) for name in names]
-    drawn = plots.trade_off({"": runs}, "settings")  # matplotlib warns where the axes have no room
+    drawn = plots.plot_trade_off({"": runs}, "settings")  # matplotlib warns where the axes have no room
     assert "num_rollout=80" in "".join(texts(drawn))
     assert {f"settings {name}" for name in names} <= texts(drawn), "the legend has each whole"

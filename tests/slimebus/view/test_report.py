@@ -29,7 +29,7 @@ def write(run_dir: Path, steps: list[dict[str, Any]]) -> None:
 def test_a_run_is_summarised_from_its_records(tmp_path: Path) -> None:
     weights = {"weights_delta_bytes": 10.0, "weights_total_bytes": 100.0}
     write(tmp_path, [step(0, wait_s=50.0), *(step(i, **weights) for i in range(1, 10))])
-    found = report.read(tmp_path)
+    found = report.read_report(tmp_path)
     assert report.summarise(found) == {
         "steps": 10,
         "lag_mean": 1.0,
@@ -44,12 +44,12 @@ def test_a_run_is_summarised_from_its_records(tmp_path: Path) -> None:
 
 def test_a_step_trained_again_after_a_restart_counts_once(tmp_path: Path) -> None:
     write(tmp_path, [step(0), step(1, reward=0.1), step(1, reward=0.9)])
-    assert [row["reward"] for row in report.read(tmp_path).steps] == [0.5, 0.9]
+    assert [row["reward"] for row in report.read_report(tmp_path).steps] == [0.5, 0.9]
 
 
 def test_a_directory_without_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no trained step on record"):
-        report.read(tmp_path)
+        report.read_report(tmp_path)
 
 
 def result() -> Result:

@@ -95,7 +95,7 @@ WORKED = [
 
 
 def test_a_step_is_the_life_of_each_of_its_samples_over_all_processes() -> None:
-    made = trace.lives(sorted([*WORKED, span("step", 0, 10, "broker", **LIVES)], key=lambda s: s.begin), 7)
+    made = trace.sample_lives(sorted([*WORKED, span("step", 0, 10, "broker", **LIVES)], key=lambda s: s.begin), 7)
     lives = {i: [s for s in made if s.lane == f"0/1 sample {i}"] for i in (0, 1)}
     shown = {i: [(s.name, s.begin - 1000, s.end - 1000) for s in life] for i, life in lives.items()}
     broker_before, after = [("queue", 0.0, 1.0)], [("reward", 4.0, 4.5), ("put", 4.5, 5.0)]
@@ -109,7 +109,7 @@ def test_a_step_is_the_life_of_each_of_its_samples_over_all_processes() -> None:
 
 
 def test_a_step_without_the_workers_records_shows_its_lease() -> None:
-    made = trace.lives([span("step", 0, 10, "broker", **LIVES)], 7)
+    made = trace.sample_lives([span("step", 0, 10, "broker", **LIVES)], 7)
     assert [s.name for s in made if s.lane == "0/1 sample 1"] == ["queue", "lease", "ready", "assigned", "trained"]
 
 
@@ -155,11 +155,11 @@ def test_lines_that_are_no_spans_are_left_out_and_counted(tmp_path: Path, caplog
     (run_dir / "metrics" / "spans-a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in NO_SPANS) + '{"process":"w","na\n')
     found = trace.read([run_dir])
     assert len(found) == len(WORKED) + 1
-    assert trace.lives(found, 7)
+    assert trace.sample_lives(found, 7)
     assert f"{len(NO_SPANS)} lines" in caplog.text
 
 
 @pytest.mark.parametrize("lives", [{}, {"0/1": [0, LIVES["lives"]["0/1"][1]]}, {"0/1": [2, [["queued", 0.0]]]}])
 def test_a_step_without_spans_is_refused_in_words(lives: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="step 7 has no spans on record"):
-        trace.lives([span("step", 0, 10, "broker", **LIVES | {"lives": lives})], 7)
+        trace.sample_lives([span("step", 0, 10, "broker", **LIVES | {"lives": lives})], 7)

@@ -13,7 +13,7 @@ from slimebus.config.schema import AlgorithmConfig, RolloutConfig
 from trainer.batches.batch import Batch, Column
 from trainer.objective.build_objective import build_objective
 from trainer.objective.objective import Objective
-from trainer.objective.plugin_settings import names
+from trainer.objective.plugin_settings import plugin_names
 
 LONGEST = 8
 
@@ -165,4 +165,4 @@ def test_no_packing_changes_the_loss_or_its_gradient(case: Case) -> None:
 
 
 def test_every_algorithm_has_a_case() -> None:
-    assert {case.name for case in CASES} | {"sft"} == set(names("algorithms"))  # sft has no advantages
+    assert {case.name for case in CASES} | {"sft"} == set(plugin_names("algorithms"))  # sft has no advantages

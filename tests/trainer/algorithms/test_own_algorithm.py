@@ -18,7 +18,7 @@ from trainer.objective.build_objective import algorithm_problems
 from trainer.objective.group_rewards import rewards_with_kl
 from trainer.objective.objective import Objective
 from trainer.objective.plugin import PolicyGradient, TokenLoss
-from trainer.objective.problems import problems
+from trainer.objective.problems import objective_problems
 
 FILE = '''
 import numpy as np
@@ -216,7 +216,7 @@ class Misnamed(PolicyGradient):
 
 def test_an_unknown_aggregation_is_refused() -> None:
     config = RunConfig()
-    found = problems(Objective(config, Misnamed(config, Misnamed.Settings()), []))
+    found = objective_problems(Objective(config, Misnamed(config, Misnamed.Settings()), []))
     assert any("Misnamed: aggregation 'sequnce'; expected one of token, sequence, group, constant" in problem for problem in found)
 
 

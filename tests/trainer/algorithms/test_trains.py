@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slimebus.config.schema import AlgorithmConfig
-from trainer.objective.plugin_settings import names
+from trainer.objective.plugin_settings import plugin_names
 
 
 def with_fields(groups: list[Any]) -> list[Any]:
@@ -20,7 +20,7 @@ def with_fields(groups: list[Any]) -> list[Any]:
     return groups
 
 
-@pytest.mark.parametrize("name", names("algorithms"))
+@pytest.mark.parametrize("name", plugin_names("algorithms"))
 def test_it_raises_the_probability_of_what_was_good(name: str, tied_model: Path, make_batch: Any, build_policy: Any) -> None:
     def good_against_bad() -> float:
         logprobs, groups = policy.logprobs(make_batch()), make_batch()

@@ -13,7 +13,7 @@ from slimebus.bus.samples import Sample
 from slimebus.config import RunConfig
 from slimebus.config.schema import AlgorithmConfig, BrokerConfig
 from trainer.algorithms.grpo import Grpo
-from trainer.batches.batch import Batch, Column, Group, batch_of_bytes, batch_to_bytes
+from trainer.batches.batch import Batch, Column, TrainingGroup, batch_of_bytes, batch_to_bytes
 from trainer.batches.flatten import COLUMNS, advantage_problems, check_sample, flatten
 from trainer.objective.build_objective import build_objective
 from trainer.objective.group_rewards import rewards_with_kl
@@ -38,7 +38,7 @@ def fields(length: int) -> dict[str, np.ndarray]:
 
 def batch() -> Batch:
     groups = [[3, 2], [4]]
-    return flatten([Group(str(i), [sample(n, extras=fields(n)) for n in lengths]) for i, lengths in enumerate(groups)], version=7)
+    return flatten([TrainingGroup(str(i), [sample(n, extras=fields(n)) for n in lengths]) for i, lengths in enumerate(groups)], version=7)
 
 
 def test_every_field_of_a_sample_is_a_column_of_its_scope_and_type() -> None:
@@ -97,23 +97,25 @@ def test_a_column_of_the_wrong_length_is_refused() -> None:
 def test_a_field_that_only_some_samples_have_is_left_out_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     one, two = sample(3, extras={"x": np.ones(3, np.float32)}), sample(3)
     with caplog.at_level(logging.WARNING, logger="trainer"):
-        made = flatten([Group("a", [one]), Group("b", [two])])
+        made = flatten([TrainingGroup("a", [one]), TrainingGroup("b", [two])])
     assert "x" not in made
     assert "field 'x' is left out of this batch: 1 of 2 samples have it" in caplog.text
     with caplog.at_level(logging.WARNING, logger="trainer"):
-        assert "x" not in flatten([Group("a", [one]), Group("b", [replace(one, extras={"x": np.ones(3, np.int8)})])])
+        assert "x" not in flatten([TrainingGroup("a", [one]), TrainingGroup("b", [replace(one, extras={"x": np.ones(3, np.int8)})])])
     assert "its entries differ: ['float32 []', 'int8 []']" in caplog.text
 
 
 def test_floats_of_several_types_get_the_widest_of_them() -> None:
     given = [sample(2, extras={"x": np.ones(2, kind)}) for kind in (np.float32, np.float64, np.float16)]
-    made = flatten([Group(str(i), [one]) for i, one in enumerate(given)])
+    made = flatten([TrainingGroup(str(i), [one]) for i, one in enumerate(given)])
     assert (made["x"].dtype, made["x"].tolist()) == (np.float64, [1.0] * 6)
 
 
 def test_a_needed_field_of_other_shapes_and_types_is_spread_over_the_tokens() -> None:
     given = [np.array([9, 0.5, -0.5], np.float32), np.array([2.0]), np.array(3, np.int32), np.array([4.0], np.float16)]
-    groups = [Group(str(i), [sample(n, extras={"advantages": one})]) for i, (n, one) in enumerate(zip([3, 2, 2, 1], given, strict=True))]
+    groups = [
+        TrainingGroup(str(i), [sample(n, extras={"advantages": one})]) for i, (n, one) in enumerate(zip([3, 2, 2, 1], given, strict=True))
+    ]
     objective = build_objective(RunConfig())
     made = objective.advantages(objective.batch_of(groups, None))
     assert made["advantages"].values.tolist() == [0, 0.5, -0.5, 0, 2, 0, 3, 0]
@@ -152,7 +154,7 @@ def test_the_scope_of_a_field_that_an_algorithm_names_does_not_follow_the_data(c
     objective = Objective(RunConfig(), TurnRewards(RunConfig(), TurnRewards.Settings()), [])
     for one in samples:
         check_sample(one, "s", 99, reads_logprobs=True, fields=objective.fields, row_fields=objective.row_fields)
-    made = objective.batch_of([Group("g", samples)], None)
+    made = objective.batch_of([TrainingGroup("g", samples)], None)
     assert (made.column("turn_rewards").scope, made.column("bonus").scope) == ("row", "token")
     assert made.column("turn_rewards").row_ends.tolist() == np.cumsum(counts).tolist()  # type: ignore[union-attr]
     with pytest.raises(DataError, match="s: no field 'turn_rewards', which the algorithm reads"):
@@ -161,7 +163,7 @@ def test_the_scope_of_a_field_that_an_algorithm_names_does_not_follow_the_data(c
 
 def test_groups_without_the_advantages_that_others_of_the_batch_bring_are_no_batch() -> None:
     own, other = sample(3, extras={"advantages": np.ones(3, np.float32)}), sample(3)
-    groups = [Group("a", [own, own]), Group("b", [own, other]), Group("c", [other])]
+    groups = [TrainingGroup("a", [own, own]), TrainingGroup("b", [own, other]), TrainingGroup("c", [other])]
     problems = advantage_problems(groups)
     assert problems.keys() == {"b", "c"}
     assert problems["b"].startswith("group b: 1 of 2 samples bring no field 'advantages', which others of the batch bring")
@@ -175,12 +177,14 @@ def test_advantages_of_the_samples_are_used_instead_of_the_algorithms() -> None:
     given = [sample(3, extras={"advantages": np.array([9, 0.5, -0.5], np.float32)}), sample(2, extras={"advantages": np.array([9, 2.0])})]
     for one in given[1:]:
         one.extras = {"advantages": one.extras["advantages"].astype(np.float32)}
-    made = build_objective(RunConfig()).advantages(flatten([Group("g", given)]))
+    made = build_objective(RunConfig()).advantages(flatten([TrainingGroup("g", given)]))
     assert made["advantages"].values.tolist() == [0, 0.5, -0.5, 0, 2]
 
 
 def test_the_kl_in_the_reward_is_that_of_the_whole_trajectory_by_hand() -> None:
-    batch = flatten([Group("g", [sample(3, trajectory=0), sample(2, trajectory=0, reward=1.0), sample(2, trajectory=1, reward=0.0)])])
+    batch = flatten(
+        [TrainingGroup("g", [sample(3, trajectory=0), sample(2, trajectory=0, reward=1.0), sample(2, trajectory=1, reward=0.0)])]
+    )
     batch = batch.with_columns({"reference_logprobs": np.full(7, -1.5, np.float32)})
     algorithm = AlgorithmConfig(kl_coef=0.1, kl_loss_type="k1")
     # log p - log q = 0.5 for each of 2 + 1 and of 1 trained tokens

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from made_samples import made
 from msgspec.structs import replace
 
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.batches.flatten import flatten
 from trainer.batches.packed_layout import PackedLayout
 from trainer.batches.packing import RankLayout, pack, plan_rows
@@ -18,7 +18,7 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
 def batch_of(lengths):
     samples = [made((0, length)) for length in lengths]
-    return flatten([Group("g", [replace(sample, tokens=sample.tokens + 100 * i) for i, sample in enumerate(samples)])])
+    return flatten([TrainingGroup("g", [replace(sample, tokens=sample.tokens + 100 * i) for i, sample in enumerate(samples)])])
 
 
 @settings(max_examples=60, deadline=None)

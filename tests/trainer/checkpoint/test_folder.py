@@ -19,8 +19,8 @@ def checkpoint(folder: Path, name: str) -> Path:
 
 
 def complete_and_prune(building: Path, target: Path, keep: int) -> None:
-    folders.complete(building, target, b"{}")
-    folders.point_at(target)
+    folders.move_into_place(building, target, b"{}")
+    folders.write_latest(target)
     folders.prune(target, keep)
 
 
@@ -74,8 +74,8 @@ def test_what_may_be_loaded_is_what_latest_names_and_what_is_older(tmp_path: Pat
 def test_a_damaged_checkpoint_is_set_aside_until_the_next_save(tmp_path: Path) -> None:
     old, new = checkpoint(tmp_path, "step_00000005"), checkpoint(tmp_path, "step_00000010")
     for _ in range(2):  # two nodes that share a disk
-        folders.set_aside(new)
-    folders.point_at(old)
+        folders.set_aside_damaged(new)
+    folders.write_latest(old)
     assert (saved_step(tmp_path), oldest_step(tmp_path)) == (5, 5)
     assert (tmp_path / "step_00000010.damaged" / "state.json").exists()
     complete_and_prune(checkpoint(tmp_path, "step_00000010.part"), new, keep=2)
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_set_aside_until_the_next_save(tmp_path: Path) -
 
 def test_a_checkpoint_that_another_node_has_completed_is_left_alone(tmp_path: Path) -> None:
     target = checkpoint(tmp_path, "step_00000010")
-    folders.complete(tmp_path / "step_00000010.part", target, b"{}")
+    folders.move_into_place(tmp_path / "step_00000010.part", target, b"{}")
     assert (target / "state.json").exists()
 
 

@@ -20,8 +20,8 @@ TE, PROVIDER = CORE / "extensions" / "transformer_engine.py", CORE / "extensions
 STAND_INS: dict[str, Any] = {
     "TENorm": RMSNorm,
     "TELinear": te_compat.Linear,
-    "TEColumnParallelLinear": te_compat.Column,
-    "TERowParallelLinear": te_compat.Row,
+    "TEColumnParallelLinear": te_compat.ColumnLinear,
+    "TERowParallelLinear": te_compat.RowLinear,
     "TELayerNormColumnParallelLinear": te_compat.LayerNormColumn,
     "TEDotProductAttention": PackedAttention,
     "TEColumnParallelGroupedLinear": te_compat.Grouped,

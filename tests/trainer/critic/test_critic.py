@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from slimebus.bus.errors import ConfigError
 from slimebus.bus.samples import Sample
 from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.checkpoint.load import load_checkpoint
 from trainer.critic.critic import Critic, explained_variance
 
@@ -31,7 +31,7 @@ def build_critic(build_policy):
 def with_values(critic, groups):
     """The groups as they are learned: with the values of the weights that are there now."""
     values = iter(critic.values(groups))
-    return [Group(g.id, [replace(s, extras={"values": next(values)}) for s in g.samples]) for g in groups]
+    return [TrainingGroup(g.id, [replace(s, extras={"values": next(values)}) for s in g.samples]) for g in groups]
 
 
 def use_random_head(critic):
@@ -67,7 +67,7 @@ def test_a_step_equals_a_loop_over_samples(tied_model, build_critic, make_batch)
     model = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
     parameters = [torch.nn.Parameter(tensor) for tensor in head]
     valued = with_values(critic, batch)
-    shifted = [Group(g.id, [replace(s, extras={"values": s.extras["values"] - 0.4}) for s in g.samples]) for g in valued]
+    shifted = [TrainingGroup(g.id, [replace(s, extras={"values": s.extras["values"] - 0.4}) for s in g.samples]) for g in valued]
     losses, num_tokens = [], sum(int(s.loss_mask[1:].sum()) for g in batch for s in g.samples)
     for group in shifted:
         for s in group.samples:
@@ -99,7 +99,7 @@ def telling_groups(seed, num_groups=8):
         logprobs = np.full(8, -1.0, np.float32)
         return Sample(tokens=tokens, loss_mask=mask, rollout_logprobs=logprobs, versions=[(0, 8)], reward=float(tokens[0] % 2 == 0))
 
-    return [Group(f"g{seed}-{i}", [sample() for _ in range(4)]) for i in range(num_groups)]
+    return [TrainingGroup(f"g{seed}-{i}", [sample() for _ in range(4)]) for i in range(num_groups)]
 
 
 def learn(critic, steps):

@@ -16,7 +16,7 @@ from slimebus.bus.samples import Sample
 from slimebus.config import Resolved, RunConfig
 from slimebus.config.schema import ModelConfig
 from trainer.arguments.checks import model_problems
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.batches.flatten import flatten
 from trainer.batches.packing import pack
 from trainer.hf.families import VERIFIED, family_of
@@ -41,7 +41,7 @@ def sample(tokens: np.ndarray) -> Sample:
 def logits_of(policy) -> list[torch.Tensor]:
     """[T - 1, V] of each sequence, what predicts its tokens from the second on; all sequences are packed in one row."""
     samples = [sample(tokens) for tokens in sequences()]
-    batch = flatten([Group("g", samples)])
+    batch = flatten([TrainingGroup("g", samples)])
     (row,) = pack(batch, np.arange(len(samples)), 1000, rank_layout(policy.model))
     policy.model.module.eval()
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_experts_are_chosen_by_fp32_scores_in_bfloat16_too(name, tmp_path, build
     policy, seen = build_policy(tmp_path, dtype="bfloat16"), set()
     router = policy.model.gpt.decoder.layers[1].mlp.router
     router.routing = lambda logits, *args, made=router.routing, **options: seen.add(logits.dtype) or made(logits, *args, **options)
-    policy.logprobs([Group("g", [sample(sequences()[1])])])
+    policy.logprobs([TrainingGroup("g", [sample(sequences()[1])])])
     assert seen == {torch.float32}
 
 

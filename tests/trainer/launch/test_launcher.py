@@ -18,7 +18,7 @@ from slimebus.cli.root import exit_code
 from slimebus.process.launch import free_port
 from trainer.launch import launcher
 from trainer.launch.launcher import Launcher, NodeConnection, rendezvous, tell_others
-from trainer.launch.plan import Plan
+from trainer.launch.plan import LaunchPlan
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def ranks_are(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes each rank a Python that runs this code, with its number in RANK."""
 
     def choose(code: str) -> None:
-        def start(plan: Plan, arguments: object, port: int, local: int, error: IO[bytes]) -> "subprocess.Popen[bytes]":
+        def start(plan: LaunchPlan, arguments: object, port: int, local: int, error: IO[bytes]) -> "subprocess.Popen[bytes]":
             environment = os.environ | {"RANK": str(plan.node_rank * plan.ranks_here + local), "ERROR": str(error.fileno())}
             command = [sys.executable, "-S", "-c", f"import os, sys, time; {code}"]
             return subprocess.Popen(command, env=environment, pass_fds=[error.fileno()])
@@ -63,19 +63,19 @@ def test_ranks_end_together_and_start_again(
     ranks_are: Callable[[str], None], tmp_path: Path, ranks: int, code: str, max_restarts: int, exit_code: int, starts: int
 ) -> None:
     ranks_are(f"f = open('{tmp_path}/' + os.environ['RANK'], 'a'); f.write('x'); f.close(); starts = os.path.getsize(f.name); {code}")
-    assert Launcher(Plan("", ranks_here=ranks), [], max_restarts).run() == exit_code
+    assert Launcher(LaunchPlan("", ranks_here=ranks), [], max_restarts).run() == exit_code
     assert (tmp_path / str(ranks - 1)).read_text() == "x" * starts
 
 
 def test_a_set_that_starts_again_replaces_no_living_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def start(plan: Plan, arguments: list[str], port: int, local: int, error: IO[bytes]) -> "subprocess.Popen[bytes]":
+    def start(plan: LaunchPlan, arguments: list[str], port: int, local: int, error: IO[bytes]) -> "subprocess.Popen[bytes]":
         started.append(arguments)
         return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(1)"])
 
     monkeypatch.setattr(launcher, "_start", start)
-    assert Launcher(Plan("", ranks_here=1), ["trainer", "--take-over", "run.yaml"], 1).run() == 1
+    assert Launcher(LaunchPlan("", ranks_here=1), ["trainer", "--take-over", "run.yaml"], 1).run() == 1
     assert started == [["trainer", "--take-over", "run.yaml"], ["trainer", "run.yaml"]]
 
 
@@ -85,13 +85,13 @@ def test_a_set_that_starts_again_replaces_no_living_trainer(monkeypatch: pytest.
 class OtherNode:
     """Node 0 in this thread, another node in a second one; what the other raised or got."""
 
-    def __init__(self, other: Plan) -> None:
+    def __init__(self, other: LaunchPlan) -> None:
         self.peers: list[NodeConnection] = []
         self.raised: SlimebusError | None = None
         self._thread = threading.Thread(target=self._join, args=(other,))
         self._thread.start()
 
-    def _join(self, plan: Plan) -> None:
+    def _join(self, plan: LaunchPlan) -> None:
         try:
             self.peers = rendezvous(plan)
         except SlimebusError as bad:
@@ -104,10 +104,10 @@ class OtherNode:
             peer.close()
 
 
-def plans(**changed: Any) -> tuple[Plan, Plan]:
+def plans(**changed: Any) -> tuple[LaunchPlan, LaunchPlan]:
     """Of node 0, and of node 1 with some changes."""
     given = {"ranks_here": 2, "nnodes": 2, "master_port": free_port()}
-    return Plan("", **given), Plan("", **{**given, "node_rank": 1, **changed})
+    return LaunchPlan("", **given), LaunchPlan("", **{**given, "node_rank": 1, **changed})
 
 
 def test_nodes_meet_and_talk() -> None:
@@ -146,7 +146,7 @@ def test_the_problem_of_node_0_is_told_to_the_others(caplog: pytest.LogCaptureFi
 
     def follow() -> None:
         with contextlib.closing(rendezvous(second)[0]) as peer:
-            codes.append(Launcher(second, [], 0)._follow(peer))
+            codes.append(Launcher(second, [], 0)._follow_node_0(peer))
 
     other = threading.Thread(target=follow)
     other.start()
@@ -183,7 +183,7 @@ def test_a_node_whose_config_does_not_load_tells_node_0_why(tmp_path: Path) -> N
 
 
 @contextlib.contextmanager
-def other_launcher(plan: Plan) -> Iterator[list[int]]:
+def other_launcher(plan: LaunchPlan) -> Iterator[list[int]]:
     """A second thread's launcher; its exit code."""
     codes: list[int] = []
 
@@ -191,7 +191,7 @@ def other_launcher(plan: Plan) -> Iterator[list[int]]:
         second = Launcher(plan, [], 0)
         second.peers = rendezvous(plan)
         with contextlib.closing(second.peers[0]):
-            codes.append(second._follow(second.peers[0]))
+            codes.append(second._follow_node_0(second.peers[0]))
             assert second.ranks is not None
             second.ranks.stop()
 

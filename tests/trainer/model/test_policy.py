@@ -14,7 +14,7 @@ from slimebus.bus.errors import SlimebusError
 from slimebus.bus.samples import Sample
 from slimebus.config.schema import AlgorithmConfig, OptimizerConfig
 from trainer.algorithms.grpo import Grpo
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.model import update
 from trainer.objective.objective import Objective
 from trainer.objective.plugin import TokenLoss
@@ -82,7 +82,7 @@ def sampled_at(batch, model, temperatures):
             logprobs = hf_logprobs(model, s.tokens, temperature)
         return replace(s, rollout_logprobs=np.concatenate([[0.0], logprobs.numpy()]).astype(np.float32), temperature=temperature)
 
-    return [Group(g.id, [again(s) for s in g.samples]) for g in batch]
+    return [TrainingGroup(g.id, [again(s) for s in g.samples]) for g in batch]
 
 
 @pytest.mark.parametrize("temperatures", [[0.7], [1.0], [1.3], MIXED])
@@ -119,7 +119,7 @@ def test_steps_equal_a_naive_loop_over_samples(num_steps, temperatures, tied_mod
 
 
 def with_reward(batch, reward):
-    return [Group(g.id, [replace(s, reward=reward) for s in g.samples]) for g in batch]
+    return [TrainingGroup(g.id, [replace(s, reward=reward) for s in g.samples]) for g in batch]
 
 
 def test_groups_of_equal_reward_are_left_out_and_counted(tied_model, build_policy, make_batch):
@@ -162,7 +162,7 @@ def test_the_gradient_does_not_jump_when_rounding_leaves_advantages_of_zero(tied
     for more in (0.0, 1e-6):
         rewards = np.array([[1.0, 0.0, 1.0, 0.0], [1.0] * 4, [0.0] * 4, [1.0] * 4])
         rewards[0, 0] += more
-        groups = [Group(str(g), [sample_of(tokens[g, i], reward=float(rewards[g, i])) for i in range(4)]) for g in range(4)]
+        groups = [TrainingGroup(str(g), [sample_of(tokens[g, i], reward=float(rewards[g, i])) for i in range(4)]) for g in range(4)]
         policy = build_policy(tied_model, algorithm=AlgorithmConfig(advantage_estimator="reinforce_plus_plus_baseline"))
         norms.append(policy.train(groups)["grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
@@ -196,7 +196,7 @@ def spoiled(batch):
     sample = batch[0].samples[0]
     logprobs = np.where(sample.loss_mask > 0, np.float32("nan"), sample.rollout_logprobs)
     bad = replace(sample, rollout_logprobs=logprobs, reward=1.0 - batch[0].samples[1].reward)
-    return [Group("bad", [bad, *batch[0].samples[1:]]), *batch[1:]]
+    return [TrainingGroup("bad", [bad, *batch[0].samples[1:]]), *batch[1:]]
 
 
 def test_a_step_whose_gradient_is_not_finite_changes_neither_weights_nor_moments(tied_model, build_policy, make_batch):
@@ -332,14 +332,16 @@ def test_groups_know_whether_they_had_a_gradient(tied_model, build_policy, make_
 def test_masked_logprobs_that_are_not_finite_change_nothing(tied_model, build_policy, make_batch):
     batch = make_batch()
     nan = [
-        Group(g.id, [replace(s, rollout_logprobs=np.where(s.loss_mask, s.rollout_logprobs, np.float32(np.nan))) for s in g.samples])
+        TrainingGroup(g.id, [replace(s, rollout_logprobs=np.where(s.loss_mask, s.rollout_logprobs, np.float32(np.nan))) for s in g.samples])
         for g in batch
     ]
     assert build_policy(tied_model).train(nan) == build_policy(tied_model).train(batch)
 
 
 def test_sft_learns_its_samples(tied_model, build_policy, make_batch):
-    batch = [Group(g.id, [replace(s, reward=None, rollout_logprobs=0 * s.rollout_logprobs) for s in g.samples]) for g in make_batch()]
+    batch = [
+        TrainingGroup(g.id, [replace(s, reward=None, rollout_logprobs=0 * s.rollout_logprobs) for s in g.samples]) for g in make_batch()
+    ]
     policy = build_policy(tied_model, algorithm=AlgorithmConfig(advantage_estimator="sft"))
     losses = [policy.train(batch)["loss"] for _ in range(12)]
     assert losses[-1] < 0.7 * losses[0]

@@ -17,7 +17,7 @@ from slimebus.config.load import Resolved
 from trainer.algorithms.grpo import Grpo
 from trainer.cli import trainer
 from trainer.objective.build_objective import algorithm_problems, build_objective
-from trainer.objective.plugin_settings import known_settings, names
+from trainer.objective.plugin_settings import known_settings, plugin_names
 
 
 def problems(flags: dict[str, Any], base: Path | None = None) -> str:
@@ -105,7 +105,7 @@ def test_settings_go_to_the_plug_in_that_has_them() -> None:
 def test_settings_read_from_the_source_are_those_of_the_classes() -> None:
     by_source = {name for name, owners in known_settings().items() if "grpo" in owners}
     assert by_source == set(Grpo.Settings.__struct_fields__)
-    assert {"grpo", "sft"} <= set(names("algorithms"))
+    assert {"grpo", "sft"} <= set(plugin_names("algorithms"))
 
 
 @pytest.mark.parametrize("flag", ["--eps-clip", "--algorithm-eps-clip"])

@@ -10,7 +10,7 @@ from slimebus.config import RunConfig
 from slimebus.config.schema import AlgorithmConfig
 from trainer.objective import lag_metrics
 from trainer.objective.build_objective import build_objective
-from trainer.objective.lag_metrics import by_lag, thinned
+from trainer.objective.lag_metrics import metrics_by_lag, thin_samples
 from trainer.objective.plugin import Clip
 
 CLIP = Clip(0.8, 1.28)
@@ -19,7 +19,7 @@ CLIP = Clip(0.8, 1.28)
 def test_a_bucket_by_hand():
     ln2 = math.log(2)
     batch = batch_of([2, 1, 1], new_logprobs=[ln2, -ln2, 0.0, 0.1], lag=[1, 1, 1, 4], advantages=[1.0, 1.0, 1.0, -1.0])
-    got = by_lag(batch, CLIP, "rollout_logprobs")
+    got = metrics_by_lag(batch, CLIP, "rollout_logprobs")
     one = {name.removeprefix("lag/1/"): value for name, value in got.items() if name.startswith("lag/1/")}
     assert one == pytest.approx(
         {
@@ -49,7 +49,7 @@ def test_buckets_equal_a_loop_over_tokens_and_samples():
     draw = np.random.default_rng(0)
     lengths = [5, 1, 7, 3, 9, 2]
     lag, d = draw.integers(0, 12, sum(lengths)), draw.normal(0, 0.5, sum(lengths))
-    got = by_lag(batch_of(lengths, new_logprobs=d, lag=lag), CLIP, "rollout_logprobs")
+    got = metrics_by_lag(batch_of(lengths, new_logprobs=d, lag=lag), CLIP, "rollout_logprobs")
     for name, low, high in [("0", 0, 0), ("1", 1, 1), ("2", 2, 2), ("3-4", 3, 4), ("5-8", 5, 8), ("9+", 9, 99)]:
         tokens = [x for x, k in zip(d, lag, strict=True) if low <= k <= high]
         assert got.get(f"lag/{name}/tokens", 0) == len(tokens)
@@ -71,11 +71,11 @@ def test_what_is_masked_or_not_finite_is_left_out():
     masked = batch["loss_mask"].copy()
     masked[[4, 5]] = 0
     spoiled = np.where(masked > 0, batch["rollout_logprobs"], -np.inf)
-    got = by_lag(batch.with_columns({"loss_mask": masked, "rollout_logprobs": spoiled}), CLIP, "rollout_logprobs")
+    got = metrics_by_lag(batch.with_columns({"loss_mask": masked, "rollout_logprobs": spoiled}), CLIP, "rollout_logprobs")
     assert {name.split("/")[1] for name in got} == {"all", "0"}
     assert got["lag/all/tokens"] == 2
     assert got["lag/all/samples"] == 1
-    bad = by_lag(batch.with_columns({"new_logprobs": np.full(6, np.nan)}), None, None)
+    bad = metrics_by_lag(batch.with_columns({"new_logprobs": np.full(6, np.nan)}), None, None)
     assert all(math.isfinite(value) for value in bad.values())
 
 
@@ -144,9 +144,9 @@ def test_a_large_batch_is_measured_by_evenly_spaced_samples(monkeypatch):
     new = draw.normal(0, 0.3, sum(lengths))
     batch = batch_of(lengths, new_logprobs=new, lag=1)
     samples = np.flatnonzero(np.arange(1000) % 5)  # the others were not trained
-    few = thinned(batch, samples, batch.select(samples)["new_logprobs"])
+    few = thin_samples(batch, samples, batch.select(samples)["new_logprobs"])
     assert 1_500 < few.num_tokens < 2_200
     assert set(few["new_logprobs"].tolist()) <= set(batch.select(samples)["new_logprobs"].tolist())
-    all_of_it, part = by_lag(batch, None, None), by_lag(few, None, None)
+    all_of_it, part = metrics_by_lag(batch, None, None), metrics_by_lag(few, None, None)
     assert part["lag/1/m2"] == pytest.approx(all_of_it["lag/1/m2"], rel=0.1)
     assert part["lag/1/ess_token"] == pytest.approx(all_of_it["lag/1/ess_token"], rel=0.05)

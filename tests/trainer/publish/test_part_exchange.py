@@ -10,7 +10,7 @@ from slimebus.bus.errors import WeightsError
 from slimebus.weights.store.version_store import VersionInfo
 from slimebus.weights.tensors import TensorForm
 from trainer.publish import part_exchange as exchange_module
-from trainer.publish.part_exchange import Part, PartExchange
+from trainer.publish.part_exchange import PartExchange, RankPartReport
 
 
 @pytest.fixture
@@ -18,10 +18,10 @@ def store() -> HashStore:
     return HashStore()
 
 
-def part(rank: int, num_tensors: int = 1) -> Part:
+def part(rank: int, num_tensors: int = 1) -> RankPartReport:
     forms = tuple(TensorForm(f"r{rank}.t{i}", "bfloat16", (2, 3), "0" * 32) for i in range(num_tensors))
     made = VersionInfo("l", 4, "d", forms, num_values=6, num_changed=0, total_bytes=12, delta_bytes=0, encode_s=0.5, stage_s={"diff": 0.1})
-    return Part(address=f"tcp://h:{rank}", made=made)
+    return RankPartReport(address=f"tcp://h:{rank}", made=made)
 
 
 def test_parts_come_in_the_order_of_the_ranks_whoever_is_first(store: HashStore) -> None:
@@ -58,7 +58,7 @@ def test_a_part_of_another_version_or_lineage_is_not_taken(store: HashStore) -> 
 
 
 def test_a_rank_that_failed_is_not_waited_for(store: HashStore) -> None:
-    PartExchange(store, "l").post(7, 1, Part(problem="MemoryError: no room"))
+    PartExchange(store, "l").post(7, 1, RankPartReport(problem="MemoryError: no room"))
     with pytest.raises(WeightsError, match="rank 1 has no part of it: MemoryError: no room"):
         PartExchange(store, "l").collect(7, [1], timeout_s=60)
 

@@ -18,7 +18,7 @@ from slimebus.weights.files.disk_chain import DiskChain, DiskPuller
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE
-from trainer.publish.part_exchange import Part, PartExchange
+from trainer.publish.part_exchange import PartExchange, RankPartReport
 from trainer.publish.publication import Coordinator
 from trainer.publish.rank_part import HostSnapshot, RankPart, bind_of
 
@@ -45,7 +45,7 @@ class Stages:
         shared = HashStore()
         self.broker, self.exchanges = Broker(), [PartExchange(shared, "l") for _ in range(2)]
         self.coordinator = Coordinator(self.broker, "l", self.exchanges[0], [3])  # type: ignore[arg-type]
-        reports: list[Callable[[int, Part], None]] = [
+        reports: list[Callable[[int, RankPartReport], None]] = [
             self.coordinator.announce,
             lambda v, part: self.exchanges[1].post(v, 3, part),
         ]
@@ -161,7 +161,7 @@ def test_a_part_that_failed_is_named_by_its_rank_at_once(stages: Stages) -> None
     first, _ = split(random_model(1))
     stages.publishers[1].publish(6, first.items())  # the next version here is 5
     stages.publishers[0].publish(5, first.items())
-    stages.exchanges[1].post(5, 3, Part(problem="OSError: gone"))
+    stages.exchanges[1].post(5, 3, RankPartReport(problem="OSError: gone"))
     with pytest.raises(WeightsError, match="version 5 is not announced: rank 3 has no part of it: OSError: gone"):
         stages.publishers[0].wait()
     with pytest.raises(WeightsError, match="publish of version 6; the next one here is 5"):
@@ -278,7 +278,7 @@ def test_versions_are_the_rounded_weights_at_the_time_of_each_publish(device: st
     snapshot, store, model = HostSnapshot(), VersionStore(), make_model(device)
     fractions = []
     for _ in range(4):
-        taken = snapshot.take(model.items())
+        taken = snapshot.copy_to_host(model.items())
         then = {name: tensor.clone() for name, tensor in model.items()}
         train(model)  # while the store has not read them yet
         fractions.append(store.publish(taken).changed_fraction)
@@ -289,9 +289,9 @@ def test_versions_are_the_rounded_weights_at_the_time_of_each_publish(device: st
 
 def test_the_host_uses_its_memory_again_and_takes_a_new_shape() -> None:
     snapshot, model = HostSnapshot(), {"a": torch.ones(3, 4), "b": torch.ones(5)}
-    first = snapshot.take(model.items())
+    first = snapshot.copy_to_host(model.items())
     model["b"] = torch.zeros(2)
-    second = snapshot.take(model.items())
+    second = snapshot.copy_to_host(model.items())
     assert second["a"] is not first["a"]
     assert np.shares_memory(first["a"], second["a"])
     assert second["b"].shape == (2,)
@@ -300,7 +300,7 @@ def test_the_host_uses_its_memory_again_and_takes_a_new_shape() -> None:
 @every_device
 def test_router_biases_are_published_in_float32(device: str) -> None:
     name, bias = "model.layers.1.mlp.gate.e_score_correction_bias", 1 + torch.arange(8) * 1e-5
-    taken = HostSnapshot().take([(name, bias.to(device))])
+    taken = HostSnapshot().copy_to_host([(name, bias.to(device))])
     assert np.array_equal(taken[name], bias.numpy())
     store = VersionStore()
     assert store.publish(taken).changed_fraction == 1.0

@@ -12,7 +12,7 @@ from made_samples import made
 from slimebus.bus.errors import SlimebusError, Unreachable
 from slimebus.bus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Fetch, FetchReply, Ok, Reject
 from slimebus.bus.samples import Sample, encode_group
-from slimebus.bus.transport.request import Reply
+from slimebus.bus.transport.request import ReceivedReply
 from slimebus.config import RunConfig
 from slimebus.config.schema import AlgorithmConfig
 from trainer.batches.flatten import is_failed
@@ -68,7 +68,7 @@ def client_of(closing: Callable[..., Any]) -> ClientOf:
 
 
 def taken(batch_client: BatchClient, step: int = 0) -> StepBatch:
-    batch = batch_client.take(step)
+    batch = batch_client.take_batch(step)
     assert batch is not None
     return batch
 
@@ -82,13 +82,13 @@ class ForgetfulBroker:
     def call(self, message: Any, *, timeout_s: float) -> Any:
         if isinstance(message, Batch):
             group = BatchGroup(group="0/1", num_samples=1, num_tokens=3)
-            return Reply(BatchReply(step=message.step, version=7, groups=[group]), [])
+            return ReceivedReply(BatchReply(step=message.step, version=7, groups=[group]), [])
         assert isinstance(message, Fetch)
         self.num_fetches += 1
         if self.num_fetches <= self.gone:
             raise SlimebusError("fetch: group 0/1 is queued", code="not_assigned")
         frames = encode_group([sample(7)])
-        return Reply(FetchReply(num_frames=[len(frames)]), frames)
+        return ReceivedReply(FetchReply(num_frames=[len(frames)]), frames)
 
 
 def test_a_batch_that_lost_a_group_is_asked_for_again_at_a_slowing_pace(client_of: ClientOf) -> None:
@@ -103,7 +103,7 @@ def test_a_batch_that_is_never_whole_ends_the_trainer_with_a_word(client_of: Cli
     broker = ForgetfulBroker(gone=10**9)
     batch_client = client_of(broker, sleep=lambda _: None)
     with pytest.raises(SlimebusError, match=r"batch of step 0 was chosen 256 times.*0/1 is queued.*buffer verify") as caught:
-        batch_client.take(0)
+        batch_client.take_batch(0)
     assert (caught.value.code, broker.num_fetches) == ("not_assigned", MAX_CHOICES)
 
 
@@ -122,15 +122,15 @@ class RefillingBroker:
         if isinstance(message, Batch):
             if samples is None:
                 self.groups.pop(0)
-                return Reply(BatchReply(step=message.step, reason="waiting for a worker"), [])
-            return Reply(BatchReply(step=message.step, version=7, max_staleness=2, groups=[BatchGroup(f"g{number}", 1, 3)]), [])
+                return ReceivedReply(BatchReply(step=message.step, reason="waiting for a worker"), [])
+            return ReceivedReply(BatchReply(step=message.step, version=7, max_staleness=2, groups=[BatchGroup(f"g{number}", 1, 3)]), [])
         if isinstance(message, Reject):
             assert list(message.groups) == [f"g{number}"]
             self.rejected |= message.groups
             self.groups.pop(0)
-            return Reply(Ok(), [])
+            return ReceivedReply(Ok(), [])
         frames = encode_group(samples)
-        return Reply(FetchReply(num_frames=[len(frames)]), frames)
+        return ReceivedReply(FetchReply(num_frames=[len(frames)]), frames)
 
 
 def changed(**changes: Any) -> Sample:
@@ -187,13 +187,15 @@ class PairBroker(RefillingBroker):
         here = dict(self.groups[:2])
         if isinstance(message, Batch):
             groups = [BatchGroup(f"g{number}", 1, 3) for number in here]
-            return Reply(BatchReply(step=message.step, version=7, max_staleness=2, groups=groups), [])
+            return ReceivedReply(BatchReply(step=message.step, version=7, max_staleness=2, groups=groups), [])
         if isinstance(message, Reject):
             self.rejected |= message.groups
             self.groups = [(number, samples) for number, samples in self.groups if f"g{number}" not in self.rejected]
-            return Reply(Ok(), [])
+            return ReceivedReply(Ok(), [])
         frames = [encode_group(here[int(name[1:])] or []) for name in message.groups]
-        return Reply(FetchReply(num_frames=[len(of_group) for of_group in frames]), [frame for of_group in frames for frame in of_group])
+        return ReceivedReply(
+            FetchReply(num_frames=[len(of_group) for of_group in frames]), [frame for of_group in frames for frame in of_group]
+        )
 
 
 def test_a_group_without_the_advantages_that_others_of_its_batch_bring_is_handed_back(client_of: ClientOf) -> None:
@@ -209,7 +211,7 @@ def test_many_groups_that_cannot_be_trained_are_handed_back_in_requests_that_fit
 ) -> None:
     batch_client = client_of(RefillingBroker([sample(6)]))
     asked: list[Any] = []
-    monkeypatch.setattr(batch_client, "_ask", asked.append)
+    monkeypatch.setattr(batch_client, "_request_batch", asked.append)
     assert batch_client._reject(0, {f"group-{i}": "x" * 10_000 for i in range(2048)}) == 100
     assert len(msgspec.msgpack.encode(asked[0])) < 48 << 10
 
@@ -258,7 +260,7 @@ class SilentBroker:
 def test_a_trainer_that_leaves_waits_for_no_broker(client_of: ClientOf, broker: Any) -> None:
     before = prefetching()
     batch_client = client_of(broker)
-    assert batch_client.take(0, 0.05) is None
+    assert batch_client.take_batch(0, 0.05) is None
     batch_client.close()
     for thread in set(prefetching()) - set(before):
         thread.join(2.0)
@@ -275,8 +277,8 @@ def test_a_batch_that_is_not_here_yet_is_none_and_is_taken_later(client_of: Clie
 
     broker = SlowBroker([sample(6)])
     batch_client = client_of(broker)
-    assert batch_client.take(0, 0.01) is None
-    assert batch_client.take(0, 0.01) is None
+    assert batch_client.take_batch(0, 0.01) is None
+    assert batch_client.take_batch(0, 0.01) is None
     broker.may_answer.set()
     assert taken(batch_client).groups
 

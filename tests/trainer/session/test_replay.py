@@ -20,7 +20,7 @@ from slimebus.config import RunConfig
 from slimebus.config.schema import AlgorithmConfig, OptimizerConfig, RolloutConfig
 from slimebus.telemetry.spans import Spans
 from trainer.loop import train
-from trainer.process import make_deterministic
+from trainer.main import make_deterministic
 from trainer.session.replay import NoPublication, ReplaySource, ReplayStart, random_file
 from trainer.watch.step_watch import StepWatch
 
@@ -57,7 +57,7 @@ def record(run, rows: list[tuple[int, int, list[str]]], **more: object) -> None:
 
 def steps(source: ReplaySource) -> dict[int, list[str]]:
     source.begin(SimpleNamespace(step=0), None, 38)
-    return {step: [group.id for group in source.take(step, 0).groups] for step in source.rows}
+    return {step: [group.id for group in source.take_batch(step, 0).groups] for step in source.rows}
 
 
 def test_without_a_record_groups_are_taken_in_order_and_the_log_says_so(run, caplog) -> None:
@@ -71,7 +71,7 @@ def test_batches_are_those_that_the_run_had_at_last(run) -> None:
     record(run, rows)
     source = ReplaySource(run.folder, run)
     assert steps(source) == {4: ["0/7", "0/3"], 5: ["0/2"], 6: ["0/1"]}, "step 3 lacks a group, and after 6 there is a gap"
-    assert [source.take(step, 0).plan([0.1]).publishes for step in (4, 5, 6)] == [True, False, False]
+    assert [source.take_batch(step, 0).plan([0.1]).publishes for step in (4, 5, 6)] == [True, False, False]
 
 
 def test_a_replay_begins_where_it_is_told_and_keeps_what_the_one_before_it_wrote(run) -> None:

@@ -10,7 +10,7 @@ from made_samples import made
 
 from slimebus.bus.messages import NO_VERSION
 from slimebus.bus.samples import Sample
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.model.policy import Policy
 from trainer.session.step_batch import IdleSteps, StepBatch, StepPlan
 
@@ -21,7 +21,7 @@ def sample(reward: float, length: int = 6, version: int = 3) -> Sample:
 
 def batch(sizes: list[int], next_version: int = 4) -> StepBatch:
     """One group for each size, of so many samples; their rewards alternate."""
-    groups = [Group(str(i), [sample(float(k % 2), 4 + i + k) for k in range(n)]) for i, n in enumerate(sizes)]
+    groups = [TrainingGroup(str(i), [sample(float(k % 2), 4 + i + k) for k in range(n)]) for i, n in enumerate(sizes)]
     return StepBatch(step=7, version=3, next_version=next_version, groups=groups, lags=[0] * sum(sizes))
 
 

@@ -14,7 +14,7 @@ from small_disk import fill, small_disk
 from slimebus.bus.errors import SlimebusError
 from slimebus.client.exported_groups import read_groups, step_folders
 from slimebus.config import RunConfig
-from trainer.batches.batch import Group
+from trainer.batches.batch import TrainingGroup
 from trainer.session.replay import ReplaySource, random_file
 from trainer.session.step_batch import StepBatch, StepPlan
 from trainer.watch.dumps import MAX_DUMPS, MIN_STEPS, Dumps, SampleDump, SpikeDetector
@@ -64,7 +64,7 @@ def test_a_dump_is_replayed_as_it_was(resolved, make_batch):
     Dumps(resolved, None, 0).write("spike-loss", 7, StepBatch(7, 5, 6, groups, [0]), {}, {})
     source = ReplaySource(resolved.run_dir / "dumps" / "step_00000007-spike-loss", resolved)
     source.begin(SimpleNamespace(step=7), None, 38)
-    batch = source.take(7, 0.0)
+    batch = source.take_batch(7, 0.0)
     assert (source.first_step, batch.version, [group.id for group in batch.groups]) == (7, 5, [group.id for group in groups])
     for got, want in zip(batch.samples, (sample for group in groups for sample in group.samples), strict=True):
         assert (got.reward, got.versions, got.extras.keys()) == (want.reward, want.versions, want.extras.keys())
@@ -95,7 +95,7 @@ def batch_of(make_batch):
     """The batch of a step, whose groups are its own."""
 
     def make(step: int) -> StepBatch:
-        groups = [Group(f"{step}/{i}", group.samples) for i, group in enumerate(make_batch(step))]
+        groups = [TrainingGroup(f"{step}/{i}", group.samples) for i, group in enumerate(make_batch(step))]
         return StepBatch(step, step, step + 1, groups, [0] * sum(len(group.samples) for group in groups))
 
     return make
@@ -142,7 +142,7 @@ def test_what_is_kept_is_replayed_step_by_step(tmp_path: Path, batch_of) -> None
     source = ReplaySource(tmp_path / "samples", resolved)
     source.begin(SimpleNamespace(step=5), None, 38)
     for want in batches:
-        got = source.take(want.step, 0.0)
+        got = source.take_batch(want.step, 0.0)
         assert (got.version, [group.id for group in got.groups]) == (want.version, [group.id for group in want.groups])
         assert [s.tokens.tolist() for s in got.samples] == [s.tokens.tolist() for s in want.samples]
         assert [s.rollout_logprobs.tolist() for s in got.samples] == [s.rollout_logprobs.tolist() for s in want.samples]

@@ -77,6 +77,6 @@ def test_a_broker_that_is_started_again_is_waited_for(monkeypatch: pytest.Monkey
 def test_a_key_or_name_that_the_broker_refuses_is_a_mistake(code: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("broker: {bind: 'tcp://127.0.0.1:1'}\n")
-    with pytest.raises(UsageError) as refused, connect.visit(resolve(file, {}, {}), None, what="test"):
+    with pytest.raises(UsageError) as refused, connect.connect_without_joining(resolve(file, {}, {}), None, what="test"):
         raise SlimebusError("broker: no", code=code)
     assert refused.value.code == code

@@ -55,7 +55,13 @@ NOT_THERE = "no broker listens at tcp://127.0.0.1:1"
 @pytest.mark.parametrize(
     ("state", "words", "code", "said", "told"),
     [
-        ("running", MINE, EXIT_UNREACHABLE, "no broker runs; started again with the same run directory it goes on. Its last status", ""),
+        (
+            "running",
+            MINE,
+            EXIT_UNREACHABLE,
+            "no broker runs; restart it with the same run directory to resume the run. Its last status",
+            "",
+        ),
         ("finished", [*MINE, *AT], 0, "the run is over. Its last status", NOT_THERE),
         ("finished", ["--run-dir", "runs/mine", *AT], EXIT_UNREACHABLE, "", NOT_THERE),  # the run at an address may be another
         ("finished", ["--name", "theirs", "--run-dir", "runs/mine", *AT], EXIT_UNREACHABLE, "", NOT_THERE),
@@ -119,7 +125,7 @@ def test_a_watched_broker_that_stays_away_is_given_up(run_dir: Path, answers: li
     monkeypatch.setattr(status, "PATIENCE_S", 0.05)
     done = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine", "--watch"])
     assert (done.exit_code, "step       3/8" in done.output) == (EXIT_UNREACHABLE, True)
-    assert "no broker runs; started again with the same run directory it goes on. Its last status" in done.output
+    assert "no broker runs; restart it with the same run directory to resume the run. Its last status" in done.output
 
 
 def test_a_viewer_whose_key_was_revoked_stops_watching(run_dir: Path, answers: list[Any]) -> None:

@@ -14,7 +14,7 @@ from slimebus.bus.errors import WeightsError
 from slimebus.bus.messages import Ok
 from slimebus.weights.codec import delta_codec
 from slimebus.weights.messages import TYPES, ChunkReply, ChunkRequest, ManifestRequest, Piece
-from slimebus.weights.pull import puller as puller_module
+from slimebus.weights.pull import verify
 from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.server import WeightServer
 from slimebus.weights.store.version_store import VersionStore
@@ -31,7 +31,7 @@ def store(model):
 @pytest.mark.parametrize("threads", [1, 4])
 def test_the_units_of_a_large_tensor_are_verified_by_any_number_of_threads(after, model, check, monkeypatch, threads, puller_of):
     monkeypatch.setattr(delta_codec, "UNIT_VALUES", 1000)
-    monkeypatch.setattr(puller_module, "MIN_POOLED_BYTES", 1)
+    monkeypatch.setattr(verify, "MIN_POOLED_BYTES", 1)
     store = VersionStore()
     store.publish(model)
     puller = puller_of(store, threads=threads)

@@ -104,15 +104,15 @@ from pathlib import Path
 from slimebus.weights.host.shared_folder import SharedFolder
 from slimebus.weights.pull.pull_loop import HostPullSharing
 from slimebus.weights.pull.puller import WeightPuller
-from slimebus.weights.pull.plan import Plan
-keep_verified, kept = Plan.keep_verified, []
+from slimebus.weights.pull.plan import PullPlan
+keep_verified, kept = PullPlan.keep_verified, []
 def dying(self, job, target):
     keep_verified(self, job, target)
     kept.append(job)
     if len(kept) == {NUM_TENSORS // 2}:
         print("in the middle", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
-Plan.keep_verified = dying
+PullPlan.keep_verified = dying
 host = HostPullSharing(SharedFolder(Path({str(host.root)!r})), {host.server.endpoint!r})
 WeightPuller([{host.server.endpoint!r}], host=host).pull(deadline_s=60)
 """

@@ -8,7 +8,7 @@ import pytest
 
 from slimebus.bus.errors import SlimebusError, WeightsError
 from slimebus.bus.messages import Keys, KeysReply
-from slimebus.bus.transport.request import Reply
+from slimebus.bus.transport.request import ReceivedReply
 from slimebus.client import pull_keyring
 from slimebus.client.pull_keyring import PullKeyring
 from slimebus.security import key_folder
@@ -31,13 +31,13 @@ class Broker:
     def read(self) -> None:
         self.keyring = FolderKeyring(self.folder)
 
-    def call(self, message: Keys, *, timeout_s: float = 0.0) -> Reply:
+    def call(self, message: Keys, *, timeout_s: float = 0.0) -> ReceivedReply:
         self.num_asked += 1
         generation = self.keyring.generation
-        return Reply(KeysReply(generation=generation), [] if message.have == generation else [rows_of(self.keyring.grants)])
+        return ReceivedReply(KeysReply(generation=generation), [] if message.have == generation else [rows_of(self.keyring.grants)])
 
-    def submit(self, message: Keys) -> Future[Reply]:
-        future: Future[Reply] = Future()
+    def submit(self, message: Keys) -> Future[ReceivedReply]:
+        future: Future[ReceivedReply] = Future()
         future.set_result(self.call(message))
         return future
 

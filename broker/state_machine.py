@@ -39,7 +39,7 @@ Row = tuple[Table, str, bytes | SlimebusError]
 """Table, key and value; an error in place of a value that is damaged."""
 
 
-class Machine:
+class StateMachine:
     """The broker's decisions. Deterministic: the same rows, events and times give the same effects.
 
     `buffer_filter` chooses the groups of batches; None: first in, first out.
@@ -67,7 +67,7 @@ class Machine:
         records: defaultdict[str, list[Any]] = defaultdict(list)
         for table, key, value in rows:
             try:
-                records[table].append(damage.decoded(table, key, value))
+                records[table].append(damage.decode_row(table, key, value))
             except (SlimebusError, msgspec.DecodeError, UnicodeDecodeError) as bad:
                 if table in ("meta", "source"):
                     raise
@@ -80,14 +80,14 @@ class Machine:
         state.leases.restart(now, now + state.rules.lease_s)
         ending.await_confirmation(state)
         state.timers.set(("free", None), now)
-        watchdog.restored(state)
+        watchdog.resume_watch(state)
 
     # --- events ---
 
-    def holders(self, events: Iterable[Event]) -> set[bytes]:
+    def conflicting_peers(self, events: Iterable[Event]) -> set[bytes]:
         """The peers that the hellos of a burst ask to replace."""
         asked = [(event.sender, event.message) for event in events if isinstance(event.message, m.Hello)]
-        return {holder.peer for name, hello in asked for holder in clients.holders(self.state, name, hello) if holder.peer}
+        return {holder.peer for name, hello in asked for holder in clients.conflicting_clients(self.state, name, hello) if holder.peer}
 
     def apply(
         self, events: Sequence[Event], now: float, *, store_problem: str = "", lost_peers: Collection[bytes] = ()
@@ -95,7 +95,7 @@ class Machine:
         """Decide on a burst of requests. One that cannot be done changes nothing and is answered with its error.
 
         Waiting requests are answered once a burst, after its last request. `store_problem`: why the store takes no
-        samples now; empty when it does. `lost_peers`: of the `holders`, those without a connection.
+        samples now; empty when it does. `lost_peers`: of the `conflicting_peers`, those without a connection.
         """
         self.state.now, self.state.store_problem, self.state.lost_peers = now, store_problem, lost_peers
         for event in events:
@@ -137,7 +137,7 @@ class Machine:
         state = self.state
         batches.assign(state)
         leases.deal(state)  # behind it: a batch makes room, and moves the step that a new group is admitted for
-        consumers.serve(state)
+        consumers.answer_waiting_reads(state)
         ending.watch_evaluations(state)
         if ending.announce(state):
             state.notify()
@@ -145,7 +145,7 @@ class Machine:
                 leases.answer_timed_out(state, key)
             for name in list(state.waiting_reads):
                 consumers.answer_timed_out(state, name)
-        watchdog.update(state)
+        watchdog.note_progress(state)
         if self.validates:
             state.validate()
         return state.flush()
@@ -183,21 +183,21 @@ HANDLERS: dict[type[m.Message], Callable[[State, Event, Any], None]] = {
     m.Finish: ending.finish,
     m.Read: consumers.read,
     m.PutFields: consumers.put_fields,
-    m.Status: lambda state, event, ask: state.reply(event.to, m.StatusReply()),
+    m.Status: lambda state, event, request: state.reply(event.to, m.StatusReply()),
     m.Evaluate: evaluation.evaluate,
     m.Set: settings.change,
     m.Push: prompts.push,
     m.Edit: edits.edit,
     m.Import: edits.import_group,
     m.Command: heartbeats.command,
-    m.Keys: lambda state, event, ask: state.reply(event.to, m.KeysReply()),  # a broker with keys answers this before
+    m.Keys: lambda state, event, request: state.reply(event.to, m.KeysReply()),  # a broker with keys answers this before
 }
 """What answers each request; slimebus/security/roles.py says who may send it."""
 
 DUE: dict[str, Callable[[State, Any], None]] = {
     "unconfirmed lease": leases.expire_unconfirmed,
     "leases of": leases.expire_worker,
-    "recalled lease": staleness.end_recalled,
+    "recalled lease": staleness.end_recalled_lease,
     "lease": leases.answer_timed_out,
     "batch": batches.answer_timed_out,
     "read": consumers.answer_timed_out,
@@ -207,6 +207,6 @@ DUE: dict[str, Callable[[State, Any], None]] = {
     "finish": lambda state, _: ending.confirm_finish(state),
     "unserved evaluation": ending.end_unserved,
     "free": lambda state, _: batches.free(state),
-    "watchdog": lambda state, _: watchdog.check(state),
+    "watchdog": lambda state, _: watchdog.check_stalled(state),
 }
 """What is done when a timer falls due; the key of a timer is (one of these, its subject)."""

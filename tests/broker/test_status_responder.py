@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from manual_clock import ManualClock
 
-from broker.service import MAX_PAUSE_S, TIMES_COST, StatusAskers
+from broker.request_loop import MAX_STATUS_PAUSE_S, PAUSE_TO_COST, StatusResponder
 from broker.state.effects import Address
 from slimebus.bus import messages as m
 
@@ -18,7 +18,7 @@ class Desk:
         self.clock, self.cost_s, self.documents = ManualClock(), cost_s, 0
         self.deaf: set[bytes] = set()
         self.sent: list[tuple[bytes, int, str]] = []
-        self.askers: Any = StatusAskers(self, self.clock, self._document)  # type: ignore[arg-type]
+        self.askers: Any = StatusResponder(self, self.clock, self._document)  # type: ignore[arg-type]
 
     def _document(self) -> dict[str, Any]:
         self.documents += 1
@@ -49,8 +49,8 @@ def test_who_asks_first_is_answered_at_once_and_who_asks_meanwhile_shares_the_ne
     assert desk.ask((b"a", 1), (b"b", 1)) == [(b"a", 1, ONE), (b"b", 1, ONE)]
     assert desk.ask((b"a", 2)) == []
     assert desk.ask((b"b", 7)) == []
-    assert desk.askers.due_s == pytest.approx(TIMES_COST * 0.001)
-    desk.clock.now += TIMES_COST * 0.001
+    assert desk.askers.due_s == pytest.approx(PAUSE_TO_COST * 0.001)
+    desk.clock.now += PAUSE_TO_COST * 0.001
     assert desk.ask() == [(b"a", 2, TWO), (b"b", 7, TWO)]
     assert desk.askers.due_s == float("inf"), "nobody waits"
 
@@ -59,7 +59,7 @@ def test_a_dear_status_is_made_twice_a_second() -> None:
     desk = Desk(cost_s=0.1)
     desk.ask((b"a", 1))
     desk.ask((b"a", 2))
-    assert desk.askers.due_s == pytest.approx(MAX_PAUSE_S)
+    assert desk.askers.due_s == pytest.approx(MAX_STATUS_PAUSE_S)
     desk.clock.now += 10
     assert desk.ask() == [(b"a", 2, TWO)]
 

@@ -1,4 +1,4 @@
-"""A whole run on this machine: its processes started, shown while they work, and started again where one left too early or was killed."""
+"""The supervisor of `slimebus up`: starts the processes of a run, shows it, and restarts a process that was killed or left too early."""
 
 import contextlib
 import signal
@@ -15,7 +15,7 @@ from rich.text import Text
 from slimebus.atomic_file import make_private
 from slimebus.bus.errors import EXIT_FAILURE, DataError, SlimebusError, UsageError
 from slimebus.bus.transport.server import bind_socket
-from slimebus.client.connect import visit
+from slimebus.client.connect import connect_without_joining
 from slimebus.config import Resolved
 from slimebus.config.engine_plan import placement, visible
 from slimebus.process.launch import ChildProcess, ProcessGroup, free_port, locked, wait_until_left
@@ -43,7 +43,7 @@ UP_LOCK = "up.lock"
 """In the run directory: of two `up` that start at once, the trainer of one would take its place at the broker of the other."""
 
 
-class LocalRun:
+class Supervisor:
     """Broker, trainer and workers of one config, and consumers beside them. arguments: that config as a command line.
 
     consumers: by name, the words of the command that starts each. title: what the run is called on the terminal.
@@ -85,45 +85,45 @@ class LocalRun:
         with locked(run_dir / UP_LOCK, LEAVE_S) as is_ours:
             if not is_ours:
                 raise UsageError(in_use % "`slimebus up`")
-            return self._run()
+            return self._run_processes()
 
-    def _run(self) -> int:
+    def _run_processes(self) -> int:
         with ProcessGroup(self.resolved.run_dir / "logs", sink=None if self.quiet else self._show_line) as group:
-            address = start_all(group, self.resolved, self.arguments, self.workers, self.consumers, self.broker_words)
+            address = start_processes(group, self.resolved, self.arguments, self.workers, self.consumers, self.broker_words)
             with _signals() as stop, contextlib.ExitStack() as stack:
                 client = self._connect(stack, address)
                 live = stack.enter_context(Live(console=self.console, auto_refresh=False, transient=True))
                 while not stop:
-                    self.replace_killed(group)
+                    self.restart_killed(group)
                     ended = group.ended()
                     self.failed = next((child for child in ended if child.process.returncode), None)
                     if self.failed is not None or len(ended) == len(group.children):
                         break
                     if client is not None and time.monotonic() - self._asked_at >= STATUS_EVERY_S:
-                        self._poll(group, client, live)
+                        self._poll_status(group, client, live)
                     time.sleep(POLL_S)
             if stop:  # outside of _signals, so that a second Ctrl-C does not wait; the broker has a third, after the others
                 group.stop(1.5 * self.resolved.config.trainer.stop_grace_s)
             if self.failed is not None:
-                self._say(f"{describe(self.failed)}; ending the others")
+                self._print(f"{describe_exit(self.failed)}; ending the others")
                 return max(self.failed.process.returncode, EXIT_FAILURE)
         if stop:
             return 130 if stop[0] == signal.SIGINT else 143
         if self.console.is_terminal and not self.quiet:
             with contextlib.suppress(DataError):  # nothing was trained
-                found = report.read(self.resolved.run_dir)
-                self.console.print(result_table(report.result(found, self.dataset, self.resolved.config)))
+                found = report.read_report(self.resolved.run_dir)
+                self.console.print(result_table(report.make_result(found, self.dataset, self.resolved.config)))
         return 0
 
     def _connect(self, stack: contextlib.ExitStack, address: str) -> "Client | None":
         try:
-            return stack.enter_context(visit(self.resolved, address, what="up", role="viewer"))
+            return stack.enter_context(connect_without_joining(self.resolved, address, what="up", role="viewer"))
         except SlimebusError as bad:
-            self._say(f"the run is not watched: {bad.text}")
+            self._print(f"the run is not watched: {bad.text}")
             return None
 
-    def _poll(self, group: ProcessGroup, client: "Client", live: Live) -> None:
-        """Show the run, and start a process again that left it too early."""
+    def _poll_status(self, group: ProcessGroup, client: "Client", live: Live) -> None:
+        """Show the run, and restart a process that left it too early."""
         self._asked_at = time.monotonic()
         status: dict[str, Any] | None = None
         with contextlib.suppress(SlimebusError):  # it starts, or has ended
@@ -131,9 +131,9 @@ class LocalRun:
             self._show(status, live)
             if self.quiet and self._page != (url := report.page_url(self.resolved.run_dir)):
                 self._page = url
-                self._say(f"page: {url}")
-        if (child := left_too_early(group.children, status)) is not None:
-            self._start_again(group, child, status)
+                self._print(f"page: {url}")
+        if (child := find_left_too_early(group.children, status)) is not None:
+            self._restart(group, child, status)
 
     def _show(self, status: dict[str, Any], live: Live) -> None:
         is_supervised = self.resolved.config.algorithm.is_supervised
@@ -146,24 +146,24 @@ class LocalRun:
             self._shown_at = time.monotonic()
             self.console.print(terminal.plain_line(status, is_supervised=is_supervised), soft_wrap=True, markup=False)
 
-    def replace_killed(self, group: ProcessGroup) -> None:
-        """Start again what a signal ended: the system, short of memory, or a fault in native code. The run goes on where it was."""
+    def restart_killed(self, group: ProcessGroup) -> None:
+        """Restart processes that a signal ended: the system short of memory, or a fault in native code. The run continues where it was."""
         for child in group.ended():
             if child.process.returncode < 0 and self._restarts[child.name] < MAX_RESTARTS:
                 self._restarts[child.name] += 1
-                self._say(f"{describe(child)}; it is started again")
-                group.start_again(child)
+                self._print(f"{describe_exit(child)}; restarting it")
+                group.restart(child)
 
-    def _start_again(self, group: ProcessGroup, child: ChildProcess, status: dict[str, Any] | None) -> None:
+    def _restart(self, group: ProcessGroup, child: ChildProcess, status: dict[str, Any] | None) -> None:
         self._restarts[child.name] += 1
         why = "; ".join(status["waiting"]) or status["state"] if status else "others of the run still work"
         left = f"although the run is not finished ({why})"
         if self._restarts[child.name] > MAX_RESTARTS:
             raise SlimebusError(f"{child.name} left {MAX_RESTARTS + 1} times {left}; its log: {child.log_file}")
-        self._say(f"{child.name} left {left}; it is started again")
-        group.start_again(child)
+        self._print(f"{child.name} left {left}; restarting it")
+        group.restart(child)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         console = self.console if self.console.is_terminal else Console(stderr=True, highlight=False)
         console.print(f"slimebus: {text}", markup=False, soft_wrap=True)
 
@@ -184,7 +184,7 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def start_all(
+def start_processes(
     group: ProcessGroup, resolved: Resolved, arguments: list[str], workers: int, consumers: Mapping[str, list[str]],
     broker_words: Sequence[str] = (),
 ) -> str:  # fmt: skip
@@ -218,7 +218,7 @@ def with_gpus(arguments: list[str], flag: str, gpus: Sequence[int]) -> list[str]
     return [*arguments[:at], *arguments[at + 2 :], flag, ",".join(map(str, gpus))]
 
 
-def left_too_early(children: Sequence[ChildProcess], status: dict[str, Any] | None) -> ChildProcess | None:
+def find_left_too_early(children: Sequence[ChildProcess], status: dict[str, Any] | None) -> ChildProcess | None:
     """A process that ended without an error although the run needs its role, which no other process has.
 
     A worker that joined a finished run leaves; when the trainer goes on with more steps, none is there. status: the
@@ -243,7 +243,7 @@ def _is_needed(role: str, state: str) -> bool:
     return state != "finished" and (role, state) != ("trainer", "evaluating")
 
 
-def describe(child: ChildProcess) -> str:
+def describe_exit(child: ChildProcess) -> str:
     """`trainer ended with code 1 (log: ...)`."""
     code = child.process.returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

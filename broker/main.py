@@ -1,4 +1,4 @@
-"""The process around a broker: from the run's config to rules, prompts, store and addresses; signals; the last status."""
+"""The broker process from start to end: reads the config, opens store, prompts and addresses, handles signals, writes the last status."""
 
 import contextlib
 import ctypes
@@ -16,11 +16,11 @@ from pathlib import Path
 from broker.buffer_filter import buffer_filter, load_plugin
 from broker.page.history import History
 from broker.page.process import PageProcess
-from broker.service import Broker
+from broker.request_loop import Broker
 from broker.source import FileRows, FileSource, HookSource, load_source
 from broker.state import settings
 from broker.state.prompt_source import PromptSource
-from broker.state.rules import EvalDataset, Rules
+from broker.state.rules import HeldOutSet, Rules
 from broker.store import open_store
 from slimebus.atomic_file import make_private, replacing
 from slimebus.bus.errors import ConfigError, UsageError
@@ -59,9 +59,9 @@ def run_broker(resolved: Resolved, *, debug: bool, accepts_changes: bool) -> Non
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     note_changes(resolved, is_confirmed=accepts_changes)
-    broker = build(resolved)
+    broker = build_broker(resolved)
     with contextlib.ExitStack() as stack:
-        page = _page(resolved, broker.endpoint)
+        page = _start_page(resolved, broker.endpoint)
         if page is not None:
             stack.callback(page.stop)
         stack.callback(lambda: _write_status(resolved.run_dir / "status.json", broker))
@@ -70,7 +70,7 @@ def run_broker(resolved: Resolved, *, debug: bool, accepts_changes: bool) -> Non
         turns = LoopWatch("the broker's loop", lambda: broker.num_turns, on_signal=stop.set, leave_blocked_s=LEAVE_BLOCKED_S)
         turns.start()
         broker.run(stop)
-    log.info("finished" if not stop.is_set() else "stopped; started again with the same run directory it goes on")
+    log.info("finished" if not stop.is_set() else "stopped; restart it with the same run directory to resume the run")
 
 
 FREED_BYTES_KEPT = 64 * 1024 * 1024
@@ -94,7 +94,7 @@ def _tune_memory() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
-def _page(resolved: Resolved, endpoint: str) -> PageProcess | None:
+def _start_page(resolved: Resolved, endpoint: str) -> PageProcess | None:
     """The page, where one is wanted. Raises UsageError for an address that cannot be bound."""
     try:
         save_config(resolved)
@@ -125,13 +125,13 @@ def _write_status(path: Path, broker: Broker) -> None:
         log.error("the last status cannot be written to %s: %s", path, bad)
 
 
-def build(resolved: Resolved) -> Broker:
+def build_broker(resolved: Resolved) -> Broker:
     """The bound broker of a config. Raises DataError for prompts, UsageError for addresses or a store of another run."""
     config = resolved.config
     raise_all([*evaluation_problems(config), *label_problems(resolved)])
     keyring = keyring_of(resolved)
-    eval_rows = {name: _rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
-    source = _source(resolved)
+    eval_rows = {name: _open_rows(resolved, [dataset.path]) for name, dataset in config.eval.datasets.items()}
+    source = _open_source(resolved)
     try:
         make_private(resolved.run_dir)
     except OSError as bad:
@@ -172,9 +172,9 @@ def keyring_of(resolved: Resolved) -> FolderKeyring | None:
     return None
 
 
-def _source(resolved: Resolved) -> PromptSource:
+def _open_source(resolved: Resolved) -> PromptSource:
     data = resolved.config.data
-    rows = _rows(resolved, data.prompt_data) if data.prompt_data else None
+    rows = _open_rows(resolved, data.prompt_data) if data.prompt_data else None
     if data.source_path:
         return load_source(data.source_path, base=resolved.base, seed=resolved.config.seed, rows=rows)
     if rows is not None:
@@ -184,7 +184,7 @@ def _source(resolved: Resolved) -> PromptSource:
     raise ConfigError("data.prompt_data: no file given; name at least one file of prompts, a data.source_path, or set data.wait_for_push")
 
 
-def _rows(resolved: Resolved, specs: list[str]) -> FileRows:
+def _open_rows(resolved: Resolved, specs: list[str]) -> FileRows:
     paths, skip_bad = [str(resolved.path(spec)) for spec in specs], resolved.config.data.skip_bad_prompts
     return FileRows(paths, keys=resolved.prompt_keys, skip_bad=skip_bad, spill_dir=resolved.run_dir / "broker")
 
@@ -196,7 +196,7 @@ def rules_of(config: RunConfig, eval_sizes: dict[str, int], agreed: dict[str, st
     held_out = {}
     for name, d in config.eval.datasets.items():
         num_samples, sampling = d.n_samples_per_eval_prompt, r.sampling | d.own_sampling
-        held_out[name] = EvalDataset(num_prompts=eval_sizes[name], num_samples=num_samples, sampling=sampling)
+        held_out[name] = HeldOutSet(num_prompts=eval_sizes[name], num_samples=num_samples, sampling=sampling)
     return Rules(
         **said | ({"max_staleness": b.staleness_floor, "target_ess": b.target_ess} if b.max_staleness == "auto" else {}),
         staleness_range=(b.staleness_floor, b.staleness_ceiling),

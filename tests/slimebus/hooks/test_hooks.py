@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slimebus.bus.errors import HookError
-from slimebus.process import hooks
+from slimebus.hooks import hooks
 
 
 def test_a_hook_is_found_by_module_and_by_file(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slimebus.config import resolve
-from trainer import process
-from trainer.process import Debugging, run_trainer
+from trainer import main
+from trainer.main import Debugging, run_trainer
 from trainer.session.broker_session import BrokerSession
 
 
@@ -36,9 +36,9 @@ def test_an_interrupted_trainer_speaks_of_lost_steps_where_it_has_trained_any(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(process, "BrokerSession", Session)
-    monkeypatch.setattr(process, "_train", interrupt)
-    monkeypatch.setattr(process.logs, "set_up", lambda *_, **__: None)
+    monkeypatch.setattr(main, "BrokerSession", Session)
+    monkeypatch.setattr(main, "_train", interrupt)
+    monkeypatch.setattr(main.logs, "set_up", lambda *_, **__: None)
     (tmp_path / "config.json").write_text("{}")
     resolved = resolve(None, {"run_dir": str(tmp_path), "model.hf_checkpoint": str(tmp_path)}, {})
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)

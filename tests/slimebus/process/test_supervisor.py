@@ -1,4 +1,4 @@
-"""Who left a run too early or was killed, and is started again."""
+"""Who left a run too early or was killed, and is restarted."""
 
 import os
 import signal
@@ -13,9 +13,17 @@ import pytest
 
 from slimebus.bus.errors import UsageError
 from slimebus.config import resolve
+from slimebus.process import supervisor
 from slimebus.process.launch import ChildProcess, ProcessGroup, locked
-from slimebus.view import local_run
-from slimebus.view.local_run import BROKER_EXIT_GRACE_S, EXIT_GRACE_S, MAX_RESTARTS, UP_LOCK, LocalRun, left_too_early, start_all
+from slimebus.process.supervisor import (
+    BROKER_EXIT_GRACE_S,
+    EXIT_GRACE_S,
+    MAX_RESTARTS,
+    UP_LOCK,
+    Supervisor,
+    find_left_too_early,
+    start_processes,
+)
 
 HERE = ("broker", "trainer", "rollout", "rollout-2")
 
@@ -53,12 +61,12 @@ LONG = EXIT_GRACE_S + 1
 def test_one_that_left_too_early_is_started_again_and_one_who_is_not_needed_stays_away(
     gone: dict[str, float], told: dict[str, Any] | None, again: str
 ) -> None:
-    found = left_too_early(children(**gone), told)
+    found = find_left_too_early(children(**gone), told)
     assert (found.name if found else "") == again
 
 
 def test_what_a_signal_ended_is_started_again_so_often_and_what_failed_is_not(tmp_path: Path) -> None:
-    run = LocalRun(resolve(None, {}), [], quiet=True)
+    run = Supervisor(resolve(None, {}), [], quiet=True)
     with ProcessGroup(tmp_path) as group:
         failed = group.start("trainer", ["no-such-command"])
         group.start("broker", ["keys"])
@@ -67,7 +75,7 @@ def test_what_a_signal_ended_is_started_again_so_often_and_what_failed_is_not(tm
             killed = group.children[1]
             os.kill(killed.process.pid, signal.SIGKILL)
             killed.process.wait(20)
-            run.replace_killed(group)
+            run.restart_killed(group)
         assert group.children == [failed, killed], "it was not started a fourth time, and the trainer not at all"
 
 
@@ -76,7 +84,7 @@ def test_another_process_takes_the_place_of_one_that_ended_and_the_first_stays_f
         for role in ("broker", "trainer"):
             group.start(role, ["--version"]).process.wait(20)
         first, second = group.children
-        group.start_again(first)
+        group.restart(first)
         assert [child.name for child in group.children] == ["broker", "trainer"]
         assert group.children[0] is not first
         assert group.children[1] is second
@@ -103,8 +111,8 @@ def test_a_trainer_that_still_saves_when_up_is_stopped_is_waited_for(tmp_path: P
             group.children.append(ChildProcess(words, name=name, log=tmp_path / name, on_parent_end=signal.SIGTERM))
         return ""
 
-    monkeypatch.setattr(local_run, "start_all", start)
-    run = LocalRun(resolve(None, {"run_dir": str(tmp_path / "run")}), [], quiet=True)
+    monkeypatch.setattr(supervisor, "start_processes", start)
+    run = Supervisor(resolve(None, {"run_dir": str(tmp_path / "run")}), [], quiet=True)
     monkeypatch.setattr(run, "_connect", lambda *given: None)
     assert run.run() == 143
     assert saved.exists()
@@ -114,18 +122,18 @@ def test_nothing_is_started_beside_a_broker_that_has_the_address(tmp_path: Path)
     with socket.create_server(("127.0.0.1", 0)) as other, ProcessGroup(tmp_path) as group:
         resolved = resolve(None, {"broker.bind": f"tcp://127.0.0.1:{other.getsockname()[1]}"})
         with pytest.raises(UsageError, match="in use by another process"):
-            start_all(group, resolved, [], 1, {})
+            start_processes(group, resolved, [], 1, {})
         assert not group.children
 
 
 def test_of_two_ups_at_once_one_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither has a broker yet that the other could find."""
-    monkeypatch.setattr(local_run, "LEAVE_S", 0.3)
-    second = LocalRun(resolve(None, {"run_dir": str(tmp_path)}), [], quiet=True)
+    monkeypatch.setattr(supervisor, "LEAVE_S", 0.3)
+    second = Supervisor(resolve(None, {"run_dir": str(tmp_path)}), [], quiet=True)
     with locked(tmp_path / UP_LOCK, 0.0) as is_first:
         assert is_first
         with pytest.raises(UsageError, match=r"is running: its `slimebus up` has the folder open"):
             second.run()
     assert [file.name for file in tmp_path.iterdir()] == [UP_LOCK]
-    monkeypatch.setattr(second, "_run", lambda: 0)
+    monkeypatch.setattr(second, "_run_processes", lambda: 0)
     assert second.run() == 0, "a lock ends with its owner"

@@ -1,6 +1,6 @@
-"""The broker process: sockets, disk and clock around the state machine.
+"""The broker's loop: receive a burst of requests, let the state machine decide, commit, reply.
 
-    ROUTER --burst--> Machine --effects--> one commit --> replies --> hints (XPUB)
+    ROUTER --burst--> StateMachine --effects--> one commit --> replies --> hints (XPUB)
 
 Nobody is answered before what the answer rests on is as durable as the store promises.
 """
@@ -19,12 +19,12 @@ import msgspec
 
 from broker.hints import HintPublisher
 from broker.keyring_watcher import KeyringWatcher, security
-from broker.machine import Machine
 from broker.source import FileRows
 from broker.state.effects import Address, Effect, Event, Note, Notify, Record, Reply, RowTable, StepHistory, Write
 from broker.state.prompt_source import PromptSource
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
+from broker.state_machine import StateMachine
 from broker.store import Damaged, Store, StoreError, StoreRefusal
 from broker.store.interface import damaged_store
 from broker.store.reply_frames import ReplyFrames, Writes
@@ -47,8 +47,8 @@ RETRY_S = 1.0
 """Between two attempts to write what the store could not take."""
 LOG_INTERVAL_S = 60.0
 """How often the log repeats that the store still cannot be written."""
-TIMES_COST, MAX_PAUSE_S = 20, 0.5
-"""After a status come so many times the seconds that it took, at most MAX_PAUSE_S, before the next one: it costs a twentieth."""
+PAUSE_TO_COST, MAX_STATUS_PAUSE_S = 20, 0.5
+"""After a status come so many times the seconds that it took, at most MAX_STATUS_PAUSE_S, before the next one: it costs a twentieth."""
 ONE_AT_A_TIME = "the status that this connection asked for before is on its way: one at a time"
 RESTORED_TABLES: tuple[RowTable, ...] = get_args(RowTable)
 
@@ -57,7 +57,7 @@ class Broker:
     """A bound broker with its state read back. `endpoint` and `hints.endpoint` are the addresses it got.
 
     eval_rows: the rows of each held-out set of `rules.eval_datasets`. metrics_path: JSON lines, one per trained step and result.
-    limits: of the ROUTER. validates: as of Machine. Raises UsageError for an address in use or a store of another run.
+    limits: of the ROUTER. validates: as of StateMachine. Raises UsageError for an address in use or a store of another run.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Broker:
             opened.callback(store.close)
             self.server = Server(bind, run=run, name="broker", max_message_bytes=max_message_bytes, limits=limits, keyring=keyring)
             opened.callback(self.server.close)
-            self.status_askers = StatusAskers(self.server, clock, self.last_status)
+            self.status_responder = StatusResponder(self.server, clock, self.last_status)
             self.keys = KeyringWatcher(self.server, keyring) if keyring is not None else None
             self.endpoint = self.server.endpoint
             self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints)
@@ -88,13 +88,13 @@ class Broker:
             first_id = int(self.clock.time() * 1000)  # above all given so far, also where the folder lost its last writes, or all
             how: dict[str, Any] = {"hints": self.hints.endpoint, "max_message_bytes": max_message_bytes, "validates": validates}
             how["buffer_filter"] = buffer_filter
-            self._new_machine = functools.partial(Machine, rules, source, run=run, first_id=first_id, **how)
-            self.machine = self._restored()
+            self._new_machine = functools.partial(StateMachine, rules, source, run=run, first_id=first_id, **how)
+            self.machine = self._restored_machine()
             self._opened = opened.pop_all()
         store.announce(self.endpoint, self.hints.endpoint)
         self.hints.last = Hint(**self.machine.state.meta.newest())
 
-    def _restored(self) -> Machine:
+    def _restored_machine(self) -> StateMachine:
         machine = self._new_machine()
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
         gc.disable()  # a million groups are made here and none is garbage; looking for some doubles the time
@@ -122,7 +122,7 @@ class Broker:
         self.num_turns += 1
         before = self._store_problem
         collect_s = COLLECT_S if self._all_heard and len(self.machine.state.clients) >= COLLECT_FROM else 0.0
-        requests = self._admitted(self.server.receive(self._wait_s(max_wait_s), collect_s))
+        requests = self._admitted(self.server.receive(self._receive_timeout_s(max_wait_s), collect_s))
         now = self.broker_clock.advance()
         effects: list[Effect] = []
         self._all_heard = self.server.is_drained
@@ -130,27 +130,27 @@ class Broker:
             requests = self.keys.answer_keys(requests)
             effects += self._apply_key_changes(self.keys, now)
         if requests or self._store_problem != before:
-            effects += self._apply(requests, now)
+            effects += self._decide(requests, now)
         deadline = self.machine.next_deadline()
         heard_until = self.broker_clock.heard_until(all_heard=self._all_heard)
         if not requests or (deadline is not None and deadline <= heard_until):
             effects += self.machine.tick(now, heard_until)
         try:
-            self._perform(effects)
+            self._commit_and_reply(effects)
         except StoreRefusal:
             self._apply_one_by_one(requests, now)
         self.hints.greet_subscribers()
-        self.status_askers.answer()
+        self.status_responder.answer()
         return len(requests)
 
-    def _apply(self, requests: Sequence[Request], now: float) -> list[Effect]:
+    def _decide(self, requests: Sequence[Request], now: float) -> list[Effect]:
         events = [event_of(request) for request in requests]
-        lost = {peer for peer in self.machine.holders(events) if not self.server.is_connected(peer)}
+        lost = {peer for peer in self.machine.conflicting_peers(events) if not self.server.is_connected(peer)}
         return self.machine.apply(events, now, store_problem=self._store_problem, lost_peers=lost)
 
     def close(self) -> None:
         """Release addresses and store."""
-        self.status_askers.answer(is_last=True)
+        self.status_responder.answer(is_last=True)
         self._last_report = self.store.report()
         self.metrics.flush()
         self._opened.close()
@@ -171,14 +171,14 @@ class Broker:
             "refused": dict(self.server.refused),
         }
 
-    def _wait_s(self, max_wait_s: float) -> float:
+    def _receive_timeout_s(self, max_wait_s: float) -> float:
         deadline = self.machine.next_deadline()
         due_s = float("inf") if deadline is None else max(0.0, deadline - self.broker_clock.advance())
-        return min(max_wait_s, due_s, self.status_askers.due_s)
+        return min(max_wait_s, due_s, self.status_responder.due_s)
 
     # --- effects ---
 
-    def _perform(self, effects: Sequence[Effect]) -> None:
+    def _commit_and_reply(self, effects: Sequence[Effect]) -> None:
         """Write what is to be written, then say the rest. Raises StoreRefusal or StoreError, after which nothing is written or said."""
         writes: dict[tuple[str, str], Write] = {}
         said: list[Effect] = []
@@ -194,19 +194,19 @@ class Broker:
 
     def _apply_one_by_one(self, requests: Sequence[Request], now: float) -> None:
         """The store will never take what one of these requests writes: that one is answered with the reason, and never happened."""
-        self.machine = self._restored()
+        self.machine = self._restored_machine()
         for request in requests:
             try:
-                self._perform(self._apply([request], now))
+                self._commit_and_reply(self._decide([request], now))
             except StoreRefusal as bad:
                 log.error("%s of %s: %s", request.header.type, request.header.sender, bad.text)
                 self.server.reply(request, error_reply(bad))
-                self.machine = self._restored()
+                self.machine = self._restored_machine()
 
     def _emit(self, effect: Effect, writes: Writes) -> None:
         if isinstance(effect, Reply):
             if isinstance(effect.message, StatusReply):
-                self.status_askers.add(effect.to)
+                self.status_responder.add(effect.to)
             else:
                 self._reply(effect, writes)
         elif isinstance(effect, Notify):
@@ -234,7 +234,7 @@ class Broker:
         except SlimebusError as bad:
             log.error("%s", bad.text)
             if isinstance(bad, Damaged):
-                self._perform(self.machine.recover_record(bad.table, bad.key, self.broker_clock.advance()))
+                self._commit_and_reply(self.machine.recover_record(bad.table, bad.key, self.broker_clock.advance()))
             self.server.answer(reply.to.peer, reply.to.request, error_reply(bad))
         else:
             self.server.answer(reply.to.peer, reply.to.request, reply.message, bulk)
@@ -288,12 +288,12 @@ class Broker:
             if self._stop.is_set():
                 raise problem
             self.num_turns += 1
-            for request in self.server.receive(min(MAX_IDLE_S, left_s, self.status_askers.due_s)):
+            for request in self.server.receive(min(MAX_IDLE_S, left_s, self.status_responder.due_s)):
                 if isinstance(request.message, Status):
-                    self.status_askers.add(event_of(request).to)
+                    self.status_responder.add(event_of(request).to)
                 else:
                     self.server.reply(request, error_reply(problem))
-            self.status_askers.answer()
+            self.status_responder.answer()
 
     # --- keys ---
 
@@ -317,7 +317,7 @@ def event_of(request: Request) -> Event:
     return Event(to=to, sender=header.sender, epoch=header.epoch, run=header.run, message=message, bulk=bulk, key=request.key)
 
 
-class StatusAskers:
+class StatusResponder:
     """The requests that wait for the next document. Used by one thread. document: makes it."""
 
     def __init__(self, server: Server, clock: Clock, document: Callable[[], dict[str, Any]]) -> None:
@@ -345,4 +345,4 @@ class StatusAskers:
         for peer, request in waiting.items():
             self._server.answer(peer, request, StatusReply(), [frame])
         ended = self._clock.monotonic()
-        self._next_at = ended + min(MAX_PAUSE_S, TIMES_COST * (ended - started))
+        self._next_at = ended + min(MAX_STATUS_PAUSE_S, PAUSE_TO_COST * (ended - started))

@@ -212,10 +212,10 @@ def run_critic(resolved: Resolved, broker: str | None, *, take_over: bool, debug
         with rank_process(resolved, "critic", connect, stop, debug=debug) as (session, spans):
             from trainer.checkpoint.schedule import CheckpointSchedule
             from trainer.critic.critic import Critic
-            from trainer.critic.loop import run
+            from trainer.critic.loop import run_critic_loop
 
             with contextlib.closing(Critic.build(resolved.config, str(resolved.model_dir), resolved.base)) as critic:
                 checkpoints = CheckpointSchedule(resolved, session.confirm if session else lambda: None, resolved.run_dir / "critic")
-                run(critic, session, checkpoints, critic.config, spans, stop)
+                run_critic_loop(critic, session, checkpoints, critic.config, spans, stop)
     except KeyboardInterrupt:
         log.warning("interrupted without saving; what came after the newest checkpoint is read and learned again")

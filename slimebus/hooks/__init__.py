@@ -1,0 +1,1 @@
+"""Plug-ins by import path."""
