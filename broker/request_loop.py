@@ -6,7 +6,6 @@ Nobody is answered before what the answer rests on is as durable as the store pr
 """
 
 import contextlib
-import functools
 import gc
 import logging
 import threading
@@ -25,7 +24,7 @@ from broker.state.prompt_source import PromptSource
 from broker.state.records import BufferFilter
 from broker.state.rules import Rules
 from broker.state_machine import StateMachine
-from broker.store import Damaged, Store, StoreError, StoreRefusal
+from broker.store import Damaged, Store, StoreError
 from broker.store.interface import damaged_store
 from broker.store.reply_frames import ReplyFrames, Writes
 from broker.suspend_tolerant_clock import Clock, SuspendTolerantClock
@@ -86,25 +85,24 @@ class Broker:
             self.hints = HintPublisher(self.server, hints_bind, earlier=store.hints)
             opened.callback(self.hints.close)
             first_id = int(self.clock.time() * 1000)  # above all given so far, also where the folder lost its last writes, or all
-            how: dict[str, Any] = {"hints": self.hints.endpoint, "max_message_bytes": max_message_bytes, "validates": validates}
-            how["buffer_filter"] = buffer_filter
-            self._new_machine = functools.partial(StateMachine, rules, source, run=run, first_id=first_id, **how)
-            self.machine = self._restored_machine()
+            self.machine = StateMachine(
+                rules, source, run=run, first_id=first_id, hints=self.hints.endpoint, max_message_bytes=max_message_bytes,
+                buffer_filter=buffer_filter, validates=validates,
+            )  # fmt: skip
+            self._restore()
             self._opened = opened.pop_all()
         store.announce(self.endpoint, self.hints.endpoint)
         self.hints.last = Hint(**self.machine.state.meta.newest())
 
-    def _restored_machine(self) -> StateMachine:
-        machine = self._new_machine()
+    def _restore(self) -> None:
         rows = ((table, key, value) for table in RESTORED_TABLES for key, value in self.store.scan(table))
         gc.disable()  # a million groups are made here and none is garbage; looking for some doubles the time
         try:
-            machine.restore(rows, self.broker_clock.now)
+            self.machine.restore(rows, self.broker_clock.now)
         except (Damaged, msgspec.DecodeError, UnicodeDecodeError) as bad:
             raise damaged_store(f"of run {self.server.run!r}", bad) from None
         finally:
             gc.enable()
-        return machine
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set, or the run is finished and everyone has left."""
@@ -135,10 +133,7 @@ class Broker:
         heard_until = self.broker_clock.heard_until(all_heard=self._all_heard)
         if not requests or (deadline is not None and deadline <= heard_until):
             effects += self.machine.tick(now, heard_until)
-        try:
-            self._commit_and_reply(effects)
-        except StoreRefusal:
-            self._apply_one_by_one(requests, now)
+        self._commit_and_reply(effects)
         self.hints.greet_subscribers()
         self.status_responder.answer()
         return len(requests)
@@ -177,7 +172,7 @@ class Broker:
     # --- effects ---
 
     def _commit_and_reply(self, effects: Sequence[Effect]) -> None:
-        """Write what is to be written, then say the rest. Raises StoreRefusal or StoreError, after which nothing is written or said."""
+        """Write what is to be written, then say the rest. Raises StoreError, after which nothing is written or said."""
         writes: dict[tuple[str, str], Write] = {}
         said: list[Effect] = []
         for effect in effects:
@@ -189,17 +184,6 @@ class Broker:
             self._commit(list(writes.values()))
         for effect in said:
             self._emit(effect, writes)
-
-    def _apply_one_by_one(self, requests: Sequence[Request], now: float) -> None:
-        """The store will never take what one of these requests writes: that one is answered with the reason, and never happened."""
-        self.machine = self._restored_machine()
-        for request in requests:
-            try:
-                self._commit_and_reply(self._decide([request], now))
-            except StoreRefusal as bad:
-                log.error("%s of %s: %s", request.header.type, request.header.sender, bad.text)
-                self.server.reply(request, error_reply(bad))
-                self.machine = self._restored_machine()
 
     def _emit(self, effect: Effect, writes: Writes) -> None:
         if isinstance(effect, Reply):
@@ -261,8 +245,8 @@ class Broker:
     def _commit(self, writes: Sequence[Write]) -> None:
         """Have these written, however long that takes: none of them is answered, and nothing else decided, until they are.
 
-        Meanwhile every request is answered with the problem, to be asked again, and the time does not count. Raises StoreRefusal, and
-        StoreError when the broker has to stop before.
+        Meanwhile every request is answered with the problem, to be asked again, and the time does not count. Raises StoreError
+        when the broker has to stop before.
         """
         began, logged_at, last_code = self.clock.monotonic(), float("-inf"), ""
         while True:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from broker.state.effects import Write
 from broker.store import lmdb_store, memory
-from broker.store.interface import Damaged, Records, Store, StoreError, StoreRefusal
+from broker.store.interface import Damaged, Records, Store, StoreError
 from broker.store.lmdb_store import LmdbStore
 from broker.store.memory import MemoryStore
 
@@ -40,4 +40,4 @@ def open_store(durability: str, folder: Path) -> Store:
     return KINDS[durability].open(folder)
 
 
-__all__ = ["KINDS", "Damaged", "LmdbStore", "MemoryStore", "Records", "Store", "StoreError", "StoreRefusal", "Write", "open_store"]
+__all__ = ["KINDS", "Damaged", "LmdbStore", "MemoryStore", "Records", "Store", "StoreError", "Write", "open_store"]

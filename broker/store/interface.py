@@ -21,12 +21,6 @@ class StoreError(SlimebusError):
     retryable = True
 
 
-class StoreRefusal(SlimebusError):
-    """The store will never take one of these writes; the others it would."""
-
-    code = "unstorable"
-
-
 class Damaged(SlimebusError):
     """A record is not what was written: its checksum does not fit, or it cannot be read."""
 
@@ -68,7 +62,8 @@ class Store(Records, Protocol):
     def commit(self, writes: Sequence[Write]) -> None:
         """Make every change or none; once it returns they survive what the store's durability promises.
 
-        Raises StoreError, after which nothing of it is kept and the same commit may be tried again; StoreRefusal for one that may not.
+        Raises StoreError, after which nothing of it is kept and the same commit may be tried again. Keys have 1 to 511 bytes: what clients
+        name is bounded when it is read (slimebus/bus/envelope.py:check_name).
         """
 
     def frames(self, table: str, key: str) -> Sequence[Any] | None:

@@ -24,7 +24,7 @@ from typing import Any, get_args
 import lmdb
 
 from broker.state.effects import RowTable, Write
-from broker.store.interface import TABLES, Damaged, Records, StoreError, StoreRefusal, damaged_store, ended_by
+from broker.store.interface import TABLES, Damaged, Records, StoreError, damaged_store, ended_by
 from broker.store.records import CHECKSUM_BYTES, packed_size, seal, seal_frames, unpack_frames, unseal
 from slimebus.bus.errors import UsageError
 from slimebus.telemetry.formatting import format_size as readable_size
@@ -161,12 +161,7 @@ class LmdbStore:
     def _write(self, writes: Sequence[Write]) -> None:
         with self._env.begin(write=True) as txn:
             for write in writes:
-                try:
-                    self._write_one(txn, write)
-                except lmdb.BadValsizeError as bad:
-                    limits = f"a key of 1 to {self._env.max_key_size()} bytes, a value below 4 GiB"
-                    text = f"the store cannot keep {write.table} {write.key[:64]!r}: {bad}; expected {limits}"
-                    raise StoreRefusal(text) from None
+                self._write_one(txn, write)
 
     def _write_one(self, txn: Any, write: Write) -> None:
         key, value, table = write.key.encode(), write.value, self._tables[write.table]

@@ -15,7 +15,7 @@ from numbered_prompts import NumberedPrompts
 from broker.request_loop import Broker
 from broker.state.effects import StepHistory
 from broker.state.rules import Rules
-from broker.store import MemoryStore, StoreError, StoreRefusal, Write
+from broker.store import MemoryStore, StoreError, Write
 from slimebus.bus import envelope
 from slimebus.bus import messages as m
 from slimebus.bus.transport.server import Request
@@ -285,34 +285,6 @@ def test_damage_found_while_the_disk_is_full_is_mended_once_it_can_be_written(be
     assert row is not None
     assert "phase" not in msgspec.msgpack.decode(row), "queued again, on disk too"
     assert bench.store.get("steps", "0") is None
-
-
-class PickyStore(MemoryStore):
-    """Never takes a record of the key `odd`."""
-
-    def commit(self, writes: Sequence[Write]) -> None:
-        if any(write.key == "odd" for write in writes):
-            raise StoreRefusal("the store cannot keep it: MDB_BAD_VALSIZE; expected a key of 1 to 511 bytes")
-        super().commit(writes)
-
-
-def test_what_the_store_will_never_take_is_the_error_of_its_request_alone() -> None:
-    bench = Bench(PickyStore())
-    bench.begin()
-    group = leased(bench.lease())
-    bench.send("t", m.Publish(lineage="L", version=1, publishers=["tcp://p:1"], digest="d"))
-    bad = bench.send("odd", m.Hello(role="rollout", instance="2"))
-    good = bench.send("w", m.Put(group=group.group, lease=group.lease, lineage="L"), bulk=frames(made((0, 4))))
-    bench.broker.run_once(0.0)
-    assert bench.answers[good] == m.PutReply(result="accepted")
-    refusal = bench.answers[bad]
-    assert isinstance(refusal, m.Error)
-    assert (refusal.code, refusal.retryable) == ("unstorable", False)
-    assert "511 bytes" in refusal.text
-    assert "odd" not in bench.broker.machine.state.clients
-    assert bench.broker.machine.state.meta.version == 1, "what came before it in the same burst holds"
-    assert isinstance(bench.ask("t", m.Batch(step=0, wait_s=0.0)), m.BatchReply)
-    bench.broker.close()
 
 
 def test_a_commit_that_takes_long_moves_no_group_of_its_step(tmp_path: Path) -> None:

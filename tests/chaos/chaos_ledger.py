@@ -24,7 +24,6 @@ class Ledger(msgspec.Struct, kw_only=True):
     ended: dict[str, tuple[str, str]]
     abandoned_rows: int
     lineages: int
-    max_lag: int
     lag_tokens: dict[int, int]
     problems: list[str]
 
@@ -90,7 +89,6 @@ def balance(
         ended=dict(ended),
         abandoned_rows=abandoned,
         lineages=lineages,
-        max_lag=max(lags, default=0),
         lag_tokens=dict(sorted(lags.items())),
         problems=problems,
     )

@@ -138,16 +138,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     seed: int
     seconds: float
     faults: dict[str, int]
-    steps: int
-    groups_trained: int
-    batches_taken: int
-    batches_abandoned: int
-    lineages: int
+    ledger: Ledger
     drawn: int
-    in_play: dict[str, int]
-    ended: dict[str, int]
-    bound: int
-    lag_tokens: dict[int, int]
     moves: dict[str, int]
     restarts: dict[str, dict[str, int]]
     longest_stall: Stall
@@ -334,10 +326,8 @@ class Chaos:
 
     def _engine_of(self, keeper: Keeper) -> psutil.Process | None:
         assert keeper.process is not None
-        with contextlib.suppress(psutil.Error):
-            for process in keeper.process.family():
-                if process.cmdline()[1:3] == ["-m", "rollout.embedded"]:  # and not its guard
-                    return process
+        with contextlib.suppress(psutil.Error, ValueError):
+            return keeper.process.engine()
         return None
 
     def _hit_engine(self, fault: Fault, engine: psutil.Process) -> None:
@@ -375,25 +365,15 @@ class Chaos:
     # --- the count ---
 
     def _outcome(self, elapsed: float) -> Outcome:
-        ledger = count(self.run)
-        times = [row["time"] for row in self.run.rows("trainer")]
+        ledger, times = count(self.run), [row["time"] for row in self.run.rows("trainer")]
         final = self.run.final_status() if (self.run.run_dir / "status.json").is_file() else {"source": {"position": -1}, "moves": {}}
         gaps = sorted(b - a for a, b in itertools.pairwise(times))
-        rows = self.run.rows("batches")
         return Outcome(
             seed=self.seed,
             seconds=round(elapsed, 1),
             faults=dict(Counter(f"{s.fault.kind} {s.fault.target}" for s in self.struck)),
-            steps=len(ledger.timeline),
-            groups_trained=len(ledger.trained),
-            batches_taken=len(rows),
-            batches_abandoned=ledger.abandoned_rows,
-            lineages=ledger.lineages,
+            ledger=ledger,
             drawn=final["source"]["position"],
-            in_play=ledger.in_play_by_phase(),
-            ended=ledger.ended_by_reason(),
-            bound=BOUND,
-            lag_tokens=ledger.lag_tokens,
             moves=final["moves"],
             restarts={name: dict(keeper.ends) for name, keeper in self.keepers.items()},
             longest_stall=self._longest_stall(),
@@ -474,16 +454,17 @@ def table(outcome: Outcome, struck: list[Struck]) -> Iterator[str]:
     yield f"{'at':>8}  {'fault':<28}"
     for one in struck:
         yield f"{one.at_s:7.1f}s  {one.target:<28} {one.detail}"
-    o = outcome
+    o, ledger = outcome, outcome.ledger
+    in_play, ended = ledger.in_play_by_phase(), ledger.ended_by_reason()
     yield ""
     yield f"seed {o.seed}: {len(struck)} faults in {o.seconds:.0f} s ({', '.join(f'{n} x {k}' for k, n in sorted(o.faults.items()))})"
-    yield f"steps          {o.steps} trained in the surviving timeline, {o.median_step_s:g} s each (median)"
-    yield f"batches        {o.batches_taken} taken, {o.batches_abandoned} of {o.lineages - 1} abandoned timelines"
-    yield f"prompts        {o.drawn} drawn: {o.groups_trained} trained, {sum(o.in_play.values())} in play, {sum(o.ended.values())} ended"
-    yield f"  in play      {', '.join(f'{n} {phase}' for phase, n in sorted(o.in_play.items())) or 'none'}"
-    for reason, number in sorted(o.ended.items()):
+    yield f"steps          {len(ledger.timeline)} trained in the surviving timeline, {o.median_step_s:g} s each (median)"
+    yield f"batches        {ledger.abandoned_rows} more of {ledger.lineages - 1} abandoned timelines"
+    yield f"prompts        {o.drawn} drawn: {len(ledger.trained)} trained, {len(ledger.in_play)} in play, {len(ledger.ended)} ended"
+    yield f"  in play      {', '.join(f'{n} {phase}' for phase, n in sorted(in_play.items())) or 'none'}"
+    for reason, number in sorted(ended.items()):
         yield f"  ended        {number:5d}  {reason}"
-    yield f"staleness      bound {o.bound}; tokens trained at each: {o.lag_tokens}"
+    yield f"staleness      bound {BOUND}; tokens trained at each: {ledger.lag_tokens}"
     for name, ends in o.restarts.items():
         yield f"{name:<14} {', '.join(f'{n} x {why}' for why, n in sorted(ends.items())) or 'never ended'}"
     yield f"rude client    {', '.join(f'{n} x {answer}' for answer, n in o.rudeness.items()) or 'not heard'}"

@@ -20,9 +20,9 @@ def test_every_prompt_is_trained_once_or_accounted_for(tmp_path: Path) -> None:
     print("\n".join(table(outcome, chaos.struck)))
     assert not outcome.problems
     assert chaos.has_struck_all(), outcome.faults
-    assert outcome.lineages > 1, "a trainer was lost, and another went on"
-    assert outcome.steps >= 20
-    assert outcome.ended, "some prompts fail or are filtered, and are listed"
+    assert outcome.ledger.lineages > 1, "a trainer was lost, and another went on"
+    assert len(outcome.ledger.timeline) >= 20
+    assert outcome.ledger.ended, "some prompts fail or are filtered, and are listed"
 
 
 # --- the count ---

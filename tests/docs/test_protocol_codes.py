@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from broker.store.interface import Damaged, StoreError, StoreRefusal
+from broker.store.interface import Damaged, StoreError
 from slimebus.bus import errors
 from slimebus.bus.sample_table import BadSamples
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.SlimebusError)}
-CLASSES |= {"StoreError": StoreError, "StoreRefusal": StoreRefusal, "Damaged": Damaged, "BadSamples": BadSamples}
+CLASSES |= {"StoreError": StoreError, "Damaged": Damaged, "BadSamples": BadSamples}
 SOURCES = [
     *(file for file in (ROOT / "broker").rglob("*.py") if "buffer" not in file.parts),  # `slimebus buffer` works on files
     *(ROOT / "slimebus" / "bus" / "transport").glob("server.py"),

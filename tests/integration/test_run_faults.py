@@ -1,4 +1,4 @@
-"""kill -9 of each kind of process in the middle of a run: it completes, and every group is trained once or accounted for."""
+"""kill -9 or SIGTERM of each kind of process in the middle of a run: it completes, and every group is trained once or accounted for."""
 
 import signal
 import time
@@ -6,21 +6,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from live_run import SLIMEBUS, Process, Run, clients
+from live_run import Run, clients
+from slimebus_command import said
+from waiting import wait_until
+from weight_run import ENGINE_KEY, ask
 
 pytestmark = pytest.mark.integration
-
-
-def engine_of(worker: Process) -> psutil.Process:
-    (engine,) = [p for p in worker.family() if p.cmdline()[1:3] == ["-m", "rollout.embedded"]]
-    return engine
 
 
 def test_a_killed_engine_is_replaced_and_another_worker_finishes_what_a_killed_one_had(tmp_path: Path, task: Path) -> None:
     with Run(tmp_path, task, slow_s=0.3, constants={"CLIENT_TIMEOUT_S": 8}, rollout__num_rollout=8) as run:
         *_, first = run.start_all()
         before = run.wait_for("a trained step", lambda s: s["step"] >= 1)
-        engine_of(first).kill()
+        first.engine().kill()
         run.wait_for("another engine", lambda s: first.text().count("started engine") == 2)
         run.wait_for("groups in w1's hands again", lambda s: s["step"] > before["step"] and s["groups"]["leased"] >= 2)
         family = first.family()
@@ -107,6 +105,33 @@ def test_a_run_whose_workers_never_get_the_last_version_ends_and_says_why(tmp_pa
         assert (found["state"], found["stalled"], found["waiting"]) == ("finished", None, [])
         assert [row["reason"] for row in run.rows("broker") if "evaluation" in row] == [why]
         assert f"WARNING: evaluation of version 1 ended with 0 of 12 prompts: {why}" in run.processes[0].text()
-        shown = run.command("status", [*SLIMEBUS, "status", str(run.file)])
-        assert shown.wait(30) == 0
-        assert f"evaluation of version 1 ended early: {why}" in shown.text()
+        assert f"evaluation of version 1 ended early: {why}" in said("status", run.file)
+
+
+def test_what_a_stopped_worker_has_begun_is_continued_by_another(tmp_path: Path, task: Path) -> None:
+    # One version throughout: a worker that loads another one lets its engine go on afterwards, however it was paused.
+    changes = {"rollout__num_rollout": 12, "data__prompt_data": [f"{task}/rl.jsonl@[0:1000]"], "weights__update_weights_interval": 12}
+    with Run(tmp_path, task, engine__engine_api_key=ENGINE_KEY, rollout__drain_timeout_s=20.0, broker__lease_s=60, **changes) as run:
+        *_, first = run.start_all()
+        run.wait_for("a trained step", lambda s: s["step"] >= 1)
+        words = first.engine().cmdline()
+        url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+
+        def is_paused_in_the_middle() -> bool:
+            run.assert_healthy("decoding")
+            ask(url, "/pause_generation", {"mode": "in_place"})
+            is_decoding = bool(ask(url, "/server_info")["internal_states"][0]["num_running_reqs"])
+            if not is_decoding:
+                ask(url, "/continue_generation", {})
+            return is_decoding
+
+        wait_until("pause while the engine decodes", is_paused_in_the_middle, 60)
+        first.send(signal.SIGTERM)
+        first.ends(0)
+        left = run.wait_for("the partial", lambda s: s["counted"].get("partials kept"))
+        assert left["groups"]["leased"] == 0
+        run.start("rollout", name="w2")
+        run.complete(12)
+        final = run.final_status()
+        assert final["counted"]["partials continued"] == final["counted"]["partials kept"]
+        assert "returned: worker left" not in final["waste"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from broker.store import LmdbStore, StoreError, StoreRefusal, Write
+from broker.store import LmdbStore, StoreError, Write
 
 CANNOT_GROW = """
 import resource, sys
@@ -79,14 +79,4 @@ def test_a_disk_that_fails_says_so_and_keeps_what_was_there(
             store.commit([Write("groups", "a", b"2")])
     assert (caught.value.code, caught.value.retryable) == ("store", True)
     assert store.get("groups", "a") == b"1"
-    store.close()
-
-
-@pytest.mark.parametrize("write", [Write("clients", "x" * 512, b"1"), Write("groups", "", b"1"), Write("payloads", "x" * 512, [b"1"])])
-def test_a_key_that_the_store_can_never_keep_is_a_refusal_and_nothing_is_tried_again(tmp_path: Path, write: Write) -> None:
-    store = LmdbStore(tmp_path / "broker", is_synced=False)
-    with pytest.raises(StoreRefusal, match=r"cannot keep .* expected a key of 1 to 511 bytes"):
-        store.commit([Write("groups", "a", b"1"), write])
-    assert store.get("groups", "a") is None, "all of a commit or nothing"
-    store.commit([Write("groups", "a", b"1")])
     store.close()

@@ -240,22 +240,10 @@ def test_an_unknown_field_of_megatron_is_told_with_the_nearest(tmp_path: Path) -
     assert found.endswith("did you mean 'recompute_granularity'?")
 
 
-def test_an_unknown_argument_of_sglang_is_told_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sglang" / "srt").mkdir(parents=True)
-    source = 'class ServerArgs:\n    model_path: str\n    tp_size: int = 1\n\nparser.add_argument("--tensor-parallel-size", "--tp-size")\n'
-    (tmp_path / "sglang" / "srt" / "server_args.py").write_text(source)
-    monkeypatch.setattr("slimebus.config.file_checks._sglang_folder", lambda python: tmp_path / "sglang")
-    file = complete(tmp_path, engine__engine="sglang", sglang__tp_sise=2)
-    assert "run.yaml" in problems(file)
-    assert "sglang.tp_sise: no argument of the SGLang server; did you mean 'tp_size'?" in problems(file)
-    file = complete(tmp_path, engine__engine="sglang", sglang={"tp-size": 2, "tensor_parallel_size": 2})
-    assert not problems(file)
-
-
-def test_arguments_of_server_groups_and_of_the_router_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_arguments_of_sglang_and_of_the_router_are_told_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (
-        ("srt/server_args.py", ""),
-        ("srt/arg_groups/fields/all.py", "    tp_size: int\n"),
+        ("srt/server_args.py", 'class ServerArgs:\n    model_path: str\n\nparser.add_argument("--tensor-parallel-size", "--tp-size")\n'),
+        ("srt/arg_groups/fields/all.py", "    tp_size: int\n    mem_fraction: float\n"),
         ("router_args.py", "    policy: str\n"),
     ):
         (tmp_path / "package" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -267,8 +255,10 @@ def test_arguments_of_server_groups_and_of_the_router_are_checked_too(tmp_path: 
     ]
     (tmp_path / "models.yaml").write_text(yaml.safe_dump({"sglang": models}))
     changes = {"engine__engine": "sglang", "engine__use_router": True, "engine__sglang_config": str(tmp_path / "models.yaml")}
-    found = problems(complete(tmp_path, **changes, router={"polisy": "random"}))
+    sglang = {"mem-fraktion": 0.5, "tp-size": 2, "tensor_parallel_size": 2}
+    found = problems(complete(tmp_path, **changes, router={"polisy": "random"}, sglang=sglang))
     assert "router.polisy: no argument of sglang-router; did you mean 'policy'?" in found
     assert "engine.sglang_config: tp_sise: no argument of the SGLang server; did you mean 'tp_size'?" in found
-    assert "tp_size: no argument" not in found
+    assert "sglang.mem-fraktion: no argument of the SGLang server; did you mean 'mem_fraction'?" in found
+    assert (found.count("no argument of the SGLang server"), found.count("run.yaml")) == (2, 2), "what is of the file has its place"
     assert f"engine.sglang_config: no model at {tmp_path / 'nowhere'}" in found

@@ -122,12 +122,6 @@ def test_a_rule_about_a_value_that_is_broken_itself_is_not_told_beside_it(tmp_pa
     assert "eval.datasets is empty" in caught.value.text
 
 
-def test_every_rule_that_is_broken_is_told_at_once(tmp_path: Path) -> None:
-    text = "rollout: {num_steps_per_rollout: 5, rollout_top_k: 0}\neval: {eval_interval: 1}\n"
-    with pytest.raises(ConfigError, match="3 mistakes:"):
-        resolve(write(tmp_path, text), environ={})
-
-
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file; `slimebus init`"):
         resolve(tmp_path / "absent.yaml", environ={})

@@ -1,7 +1,7 @@
 """What a role may do is said for every message, and for nothing else."""
 
 from slimebus.bus import messages as m
-from slimebus.security.roles import JOINS_AS, MAY, ROLES
+from slimebus.security.roles import JOINS_AS, MAY, ROLES, SENDERS
 from slimebus.weights import messages as w
 
 REQUESTS = {m.wire_name(cls) for cls in (*m.REQUESTS, w.ManifestRequest, w.ChunkRequest)}
@@ -12,9 +12,9 @@ def test_every_request_may_be_sent_by_some_role_and_every_permission_is_a_reques
 
 
 def test_only_a_trainer_changes_the_timeline_and_only_workers_make_samples() -> None:
-    assert {role for role in ROLES if "commit" in MAY[role]} == {"trainer"}
-    assert {role for role in ROLES if "put" in MAY[role]} == {"rollout"}
-    assert {role for role in ROLES if "push" in MAY[role]} == {"client"}
+    only = {"trainer": ("commit", "resume"), "rollout": ("put", "lease"), "client": ("push", "set", "evaluate")}
+    assert SENDERS["keys"] == ("rollout", "trainer")
+    assert all(SENDERS[what] == (role,) for role, requests in only.items() for what in requests)
     assert MAY["viewer"] == {"status"}
 
 

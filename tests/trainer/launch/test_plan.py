@@ -14,47 +14,39 @@ SLURM = {
     "SLURM_STEP_NODELIST": "gpu[03-04]",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
 }
+NODE_1 = NodeOptions(nnodes=2, node_rank=1, master_addr="host0")
 PER_NODE = SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
 PER_RANK = SLURM | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "6", "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}
 
 
-def test_one_rank_is_alone() -> None:
-    plan = make_plan(NodeOptions(), 1, {})
-    assert plan.is_alone
-    assert plan.found == "no launcher"
+@pytest.mark.parametrize(
+    ("node", "nproc_per_node", "environ", "expected"),
+    [
+        (NodeOptions(), 1, {}, {"is_alone": True, "found": "no launcher"}),
+        (NodeOptions(nnodes=1), 1, {}, {"is_alone": True}),
+        (NodeOptions(), 4, {}, {"is_alone": False, "ranks_here": 4, "nnodes": 1, "world_size": 4, "master_addr": "127.0.0.1"}),
+        (
+            NODE_1,
+            4,
+            {},
+            {"found": "node 1 of 2, from --nnodes", "node_rank": 1, "world_size": 8, "master_addr": "host0", "master_port": 29500},
+        ),
+        (NodeOptions(), 4, TORCHRUN, {"is_rank": True, "found": "rank 3 of 8, from torchrun", "world_size": 8}),
+        # a rank of our launcher ignores the options that its launcher was given
+        (NODE_1, 4, TORCHRUN | {"SLIMEBUS_LAUNCHED": "1"}, {"found": "rank 3 of 8, from its launcher"}),
+        (NodeOptions(), 4, PER_NODE, {"is_rank": False, "found": "node 1 of 2, from Slurm's job 1234567", "ranks_here": 4, "nnodes": 2}),
+        (NodeOptions(), 4, PER_NODE, {"node_rank": 1, "master_addr": "gpu03", "master_port": 24567}),
+        # the address and port of the environment go before Slurm's
+        (NodeOptions(), 4, PER_NODE | {"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "7"}, {"master_addr": "10.1.1.1", "master_port": 7}),
+    ],
+)
+def test_options_and_environment_say_which_ranks_there_are(node: NodeOptions, nproc_per_node: int, environ: dict, expected: dict) -> None:
+    plan = make_plan(node, nproc_per_node, environ)
+    assert {name: getattr(plan, name) for name in expected} == expected
 
 
-def test_several_ranks_of_one_node() -> None:
-    plan = make_plan(NodeOptions(), 4, {})
-    assert not plan.is_alone
-    assert (plan.ranks_here, plan.nnodes, plan.world_size, plan.master_addr) == (4, 1, 4, "127.0.0.1")
-
-
-def test_options_say_which_node_this_is() -> None:
-    plan = make_plan(NodeOptions(nnodes=2, node_rank=1, master_addr="host0"), 4, {})
-    assert (plan.node_rank, plan.world_size, plan.master_addr, plan.master_port) == (1, 8, "host0", 29500)
-    assert plan.found == "node 1 of 2, from --nnodes"
-    assert make_plan(NodeOptions(nnodes=1), 1, {}).is_alone
-
-
-def test_a_rank_of_torchrun_is_a_rank() -> None:
-    plan = make_plan(NodeOptions(), 4, TORCHRUN)
-    assert plan.is_rank
-    assert plan.found == "rank 3 of 8, from torchrun"
-    assert plan.world_size == 8
+def test_a_rank_of_torchrun_is_a_rank_also_where_its_number_is_not_said() -> None:
     assert make_plan(NodeOptions(), 1, TORCHRUN, is_nproc_given=False).is_rank
-
-
-def test_a_rank_of_our_launcher_ignores_the_options_that_its_launcher_was_given() -> None:
-    environ = {**TORCHRUN, "SLIMEBUS_LAUNCHED": "1"}
-    assert make_plan(NodeOptions(nnodes=2, node_rank=0, master_addr="a"), 4, environ).found == "rank 3 of 8, from its launcher"
-
-
-def test_slurm_with_one_task_a_node_starts_the_nodes_ranks() -> None:
-    plan = make_plan(NodeOptions(), 4, PER_NODE)
-    assert not plan.is_rank
-    assert (plan.ranks_here, plan.nnodes, plan.node_rank, plan.master_addr, plan.master_port) == (4, 2, 1, "gpu03", 24567)
-    assert plan.found == "node 1 of 2, from Slurm's job 1234567"
 
 
 @pytest.mark.parametrize("nproc_per_node", [1, 4])
@@ -69,11 +61,6 @@ def test_slurm_with_one_task_a_rank_is_a_rank(nproc_per_node: int) -> None:
         "MASTER_ADDR": "gpu03",
         "MASTER_PORT": "24567",
     }
-
-
-def test_the_address_and_port_of_the_environment_go_before_slurms() -> None:
-    plan = make_plan(NodeOptions(), 4, PER_NODE | {"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "7"})
-    assert (plan.master_addr, plan.master_port) == ("10.1.1.1", 7)
 
 
 def test_a_batch_script_or_a_single_task_of_slurm_is_no_launcher() -> None:

@@ -11,7 +11,7 @@ import torch
 from bf16 import to_bf16
 from torch.distributed import HashStore
 
-from slimebus.bus.errors import WeightsError
+from slimebus.bus.errors import ConfigError, WeightsError
 from slimebus.bus.messages import Publish
 from slimebus.config.schema import BrokerConfig, RunConfig
 from slimebus.weights.files.disk_chain import DiskChain, DiskPuller
@@ -19,7 +19,7 @@ from slimebus.weights.pull.puller import WeightPuller
 from slimebus.weights.store.version_store import VersionStore
 from slimebus.weights.tensors import NO_BASE
 from trainer.publish.part_exchange import PartExchange, RankPartReport
-from trainer.publish.publication import Coordinator
+from trainer.publish.publication import Coordinator, check_reach
 from trainer.publish.rank_part import HostSnapshot, RankPart, bind_of
 
 Tensors = dict[str, torch.Tensor]
@@ -225,6 +225,15 @@ def test_publishers_of_one_host_bind_ports_in_a_row() -> None:
     ]
     assert bind_of("tcp://[::]:7000", 1) == "tcp://[::]:7001"
     assert bind_of("tcp://127.0.0.1:0", 3) == "tcp://127.0.0.1:0"
+
+
+def test_a_rank_on_another_host_must_not_serve_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_RANK", "0")
+    check_reach("tcp://127.0.0.1:0")
+    monkeypatch.setenv("GROUP_RANK", "1")
+    check_reach("tcp://0.0.0.0:5600")
+    with pytest.raises(ConfigError, match=r"weights.weights_bind tcp://127.0.0.1:0 can only be reached from this host"):
+        check_reach("tcp://127.0.0.1:0")
 
 
 DEVICES = [

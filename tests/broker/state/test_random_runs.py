@@ -1,8 +1,8 @@
-"""The hard bound, over random runs: leases, slow puts, changes of every setting, restarts, rewinds, in any order.
+"""Random runs: leases, slow puts, changes of every setting, pushes, restarts, rewinds, in any order. The same seed gives the same run.
 
 Whatever happens: no batch holds a token staler than the bound in force when it was chosen; a batch asked for again is the same; the
-version of a step is what the step before said it would be; no group is in two steps; and once things calm down, batches come. The
-same seed gives the same run.
+version of a step is what the step before said it would be; no group is in two steps; and once things calm down, batches come. Every prompt
+is in exactly one place: those of files, pushed ones and those of a stateful source.
 """
 
 import math
@@ -10,9 +10,12 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from made_samples import frames, made
+from numbered_prompts import NumberedHook
 
+from broker.source import HookSource
 from slimebus.bus import messages as m
 
 MAX_CALM_ROUNDS = 40
@@ -171,3 +174,92 @@ def test_no_token_beyond_the_bound_whatever_happens(new_desk: Any, seed: int) ->
         except AssertionError as broken:
             broken.add_note(f"seed {one}, step {run.step}, {run.desk.state.rules}")
             raise
+
+
+class Life(Run):
+    """A run with prompts that come once, and that may begin anew. freed: prompts that a checkpoint covers."""
+
+    def __init__(self, desk: Any, *, is_hooked: bool) -> None:
+        self.is_hooked, self.pushed, self.freed = is_hooked, 0, set[str]()
+        self.desk = desk
+        self.restart(0)
+        desk.epochs.clear()
+        super().__init__(desk)
+
+    def restart(self, number: int) -> None:
+        if self.is_hooked:
+            self.desk.source = HookSource("h", NumberedHook())
+            self.desk.source.record_of = lambda name: self.desk.store.get("prompts", name)
+        self.desk.restart()
+        self.desk.epochs.pop("c", None)
+
+    def push(self, number: int) -> None:
+        if "c" not in self.desk.epochs:
+            self.desk.join("c", "client")
+        bulk = [msgspec.msgpack.encode({"prompt": f"p{self.pushed + i}"}) for i in range(1 + number % 3)]
+        for _ in range(1 + number % 2):
+            answer = self.desk.ask("c", m.Push(key=f"k{self.pushed}", front=bool(self.pushed % 2)), bulk=bulk)
+            assert isinstance(answer, m.PushReply), answer
+        self.pushed += len(bulk)
+
+    def train(self, number: int) -> None:
+        kept = set(self.desk.state.groups.by_id)
+        super().train(number)
+        self.freed |= kept - set(self.desk.state.groups.by_id)
+
+    def go_on(self, number: int) -> None:
+        for act in (self.lease, self.put, self.put, self.batch, self.train):
+            act(number)
+
+    def expire(self, number: int) -> None:
+        self.desk.pass_time(11.0)
+        self.desk.epochs.pop("c", None)  # a client that is silent is forgotten
+
+    def rewind(self, number: int) -> None:
+        """Also anew from the start: what was freed comes again where a source gives it again."""
+        if number % 3 == 0:
+            if self.oldest:
+                self.freed = {name for name in self.freed if self.is_hooked or not name.startswith("0/")}
+            self.checkpoint = self.oldest = 0
+        super().rewind(number)
+
+    def check_prompts(self) -> None:
+        state, store = self.desk.state, self.desk.store
+        live = set(state.groups.by_id)
+        ended = {key for key, _ in store.scan("ended")}
+        self.freed -= live | ended
+        waiting = {f"{lane}/{number}" for lane, (first, end) in state.meta.pushed.items() for number in range(first, end)}
+        drawn = {f"{'hook' if self.is_hooked else '0'}/{number}" for number in range(state.meta.cursor)}
+        born = drawn | {f"{lane}/{number}" for lane, (_, end) in state.meta.pushed.items() for number in range(end)}
+        assert live | ended | self.freed | waiting == born
+        assert len(live) + len(ended) + len(self.freed) + len(waiting) == len(born), "a prompt is in two places"
+        assert sum(end for _, end in state.meta.pushed.values()) == self.pushed
+        records = {key for key, _ in store.scan("prompts")}
+        assert live | waiting <= records
+        if self.is_hooked:
+            self._check_told(ended)
+
+    def _check_told(self, ended: set[str]) -> None:
+        hook = msgspec.msgpack.decode(self.desk.store.get("source", "state"))
+        assert hook["given"] == self.desk.state.meta.cursor
+        trained = [tuple(told[:2]) for told in hook["told"] if told[2] == "trained"]
+        assert len(trained) == len(set(trained))
+        gone = [told[0] for told in hook["told"] if told[2] in ("dropped", "dead")]
+        assert sorted(gone) == sorted(name for name in ended if name.startswith("hook/"))
+        committed = {name for record in self.desk.state.steps.values() if record.is_committed for name in record.groups}
+        assert {name for name in committed if name.startswith("hook/")} <= {name for name, _ in trained}
+
+
+LIFE = [*(operation.__name__ for operation in OPERATIONS), *["go_on"] * 8, "push", "push", "expire", "rewind"]
+
+
+@pytest.mark.parametrize("is_hooked", [False, True], ids=["files", "hook"])
+@pytest.mark.parametrize("seed", range(16))
+def test_every_prompt_is_in_exactly_one_place(new_desk: Any, seed: int, is_hooked: bool) -> None:
+    chance = random.Random(seed)
+    desk = new_desk(prompts=10_000, max_staleness=seed % 3, max_attempts=2, on_stale=("requeue", "drop")[seed % 2], batch_size=1 + seed % 2)
+    life = Life(desk, is_hooked=is_hooked)
+    for _ in range(200):
+        getattr(life, chance.choice(LIFE))(chance.randrange(400))
+        life.check_prompts()
+    assert sum(count for move, count in desk.state.meta.moves.items() if move.startswith("source>")) > 10
