@@ -13,7 +13,7 @@ from simulation.engine_world import EngineWorld
 from simulation.mutations import MUTATIONS, applied
 from simulation.world import World
 
-SEEDS_PER_MUTATION = 200
+SEEDS_PER_MUTATION = 400
 What = Literal["broker", "engines"]
 WORLDS: dict[What, type[World] | type[EngineWorld]] = {"broker": World, "engines": EngineWorld}
 MUTATIONS_OF = {"broker": MUTATIONS, "engines": ENGINE_MUTATIONS}

@@ -80,7 +80,7 @@ def _take_newest(groups: Groups, kind: str = "train") -> Any:
     return max(queued, key=lambda g: g.position, default=None)
 
 
-def _free_too_much(state: State, checkpoint: int) -> None:
+def _free_too_much(state: State, max_bytes: float | None = None) -> None:
     for group in [g for g in state.groups.by_id.values() if g.phase == COMMITTED]:
         state.groups.remove(group)
         state.changed("groups", group.id)
