@@ -1,6 +1,7 @@
 """The XPUB socket on which the broker tells its subscribers what changed."""
 
 import logging
+import time
 
 import zmq
 
@@ -20,6 +21,10 @@ MAX_SUBSCRIPTION_BYTES = 4096
 """Of a subscription, and of the commands of a CURVE handshake, which have some hundred bytes."""
 
 
+MAX_ASKED, GREET_S = 256, 0.5
+"""Subscriptions looked at in a turn; the last hint is published again at most so often, however many come."""
+
+
 class HintPublisher:
     """Publishes hints at `endpoint`, beside a server, with its keys. Raises UsageError for an address that cannot be bound.
 
@@ -29,6 +34,7 @@ class HintPublisher:
 
     def __init__(self, server: Server, address: str, *, earlier: str = "") -> None:
         self._server, self.last = server, Hint()
+        self._has_new, self._greets_at = False, 0.0
         keeps_port = address.endswith(":0") and earlier.rpartition(":")[0] == address.replace("localhost", "127.0.0.1").rpartition(":")[0]
         try:
             self._open(earlier if keeps_port else address)
@@ -41,6 +47,7 @@ class HintPublisher:
         self._socket = self._server.context.socket(zmq.XPUB)
         self._socket.linger = 200
         self._socket.sndhwm, self._socket.rcvhwm, self._socket.maxmsgsize = MAX_HINTS, MAX_HINTS, MAX_SUBSCRIPTION_BYTES
+        self._socket.xpub_verbose = True  # else libzmq tells of the first of all subscribers alone
         self._strange_bytes = 0
         self._server.authenticator.guard(self._socket)
         try:
@@ -64,15 +71,17 @@ class HintPublisher:
 
     def greet_subscribers(self) -> None:
         """Whoever subscribes hears the last hint again, so that a late joiner need not wait for the next."""
-        is_new = False
-        while self._strange_bytes <= MAX_STRANGE_BYTES and has_input(self._socket):
+        for _ in range(MAX_ASKED):
+            if self._strange_bytes > MAX_STRANGE_BYTES or not has_input(self._socket):
+                break
             asked = self._socket.recv(zmq.NOBLOCK)
-            is_new = asked == SUBSCRIBE_ALL or is_new
+            self._has_new = asked == SUBSCRIBE_ALL or self._has_new
             self._strange_bytes += len(asked) - 1
         if self._strange_bytes > MAX_STRANGE_BYTES:
             self._server.refused["subscriptions"] += 1
             self.reopen()
-        if is_new and self.last.lineage:
+        if self._has_new and self.last.lineage and time.monotonic() >= self._greets_at:
+            self._has_new, self._greets_at = False, time.monotonic() + GREET_S
             self.publish(self.last)
 
     def close(self) -> None:

@@ -157,6 +157,8 @@ class Broker:
         status, store = self.machine.status(now), self._last_report or self.store.report()
         if self._blocked is not None:
             store = store | {"problem": self._blocked[0].text, "unwritten_s": round(blocked_s, 3)}
+        elif self._store_problem:
+            store = store | {"problem": self._store_problem}
         return status | {
             "store": store,
             "security": security(self.endpoint, self.keys.keyring if self.keys else None),

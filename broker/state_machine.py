@@ -79,6 +79,7 @@ class StateMachine:
         clients.restart(state)
         state.leases.restart(now, now + state.rules.lease_s)
         ending.await_confirmation(state)
+        state.timers.set(("free", None), now)
         watchdog.resume_watch(state)
 
     # --- events ---
@@ -205,6 +206,7 @@ DUE: dict[str, Callable[[State, Any], None]] = {
     "source": lambda state, _: None,  # its rest is over: requests that wait are dealt to when the burst is settled
     "finish": lambda state, _: ending.confirm_finish(state),
     "unserved evaluation": ending.end_unserved,
+    "free": lambda state, _: batches.free(state),
     "watchdog": lambda state, _: watchdog.check_stalled(state),
 }
 """What is done when a timer falls due; the key of a timer is (one of these, its subject)."""

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
-from rollout.endpoint.tool_calls import Calls, parse
+from rollout.endpoint.chat import Calls, parse
 from rollout.samples.plugins import HIDDEN
 from rollout.samples.session import Session
 from slimebus.bus.errors import HookError, UsageError

@@ -72,6 +72,7 @@ def train(
                 saved = checkpoints.save_if_due(policy, step + 1, version)
             if source and batch:
                 times = {"wait_s": wait.seconds, "train_s": work.seconds, "publish_s": copy.seconds, "save_s": save.seconds}
+                times["checkpoint_age_s"] = checkpoints.age_s
                 with spans("commit", step=step):
                     source.commit(step, batch, saved, metrics | measured | times)
     checkpoints.close(policy)

@@ -108,6 +108,24 @@ def export(run: RunTarget, out: Path, states: tuple[str, ...], containing: str) 
 
 @buffer.command(cls=RunCommand)
 @of_run()
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="[path] Folder to write; it must not exist. Required.")
+def backup(run: RunTarget, out: Path) -> None:
+    """Copy the store as it is at one moment, while its broker works, to OUT/broker.
+
+    `slimebus buffer verify --run-dir OUT` checks the copy. To restore it, stop the broker and put that folder in place of RUN_DIR/broker;
+    docs/run.md says what that costs.
+    """
+    from broker.store import KINDS
+    from slimebus.telemetry.formatting import format_size
+
+    if out.exists():
+        raise UsageError(f"backup: {out} exists; give a folder that does not")
+    kind, copied = KINDS[run.resolved.config.broker.durability], out / "broker"
+    click.echo(f"{format_size(kind.copy(run.resolved.run_dir / 'broker', copied))} written to {copied}")
+
+
+@buffer.command(cls=RunCommand)
+@of_run()
 @JSON
 def verify(run: RunTarget, as_json: bool) -> None:
     """Read every record, in a process of its own, and check it: checksums, forms, and that groups, prompts, samples and steps fit together.

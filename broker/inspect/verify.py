@@ -159,9 +159,11 @@ def _step_problems(groups: dict[str, Group], steps: dict[str, StepRecord], meta:
         if record.is_committed != (record.step < meta.next_step):
             yield f"step {record.step}: committed is {record.is_committed}, but the next step is {meta.next_step}"
         wanted = COMMITTED if record.is_committed else ASSIGNED
-        for name in record.groups if record.step >= meta.oldest_kept_step else ():
-            chosen[name] += 1
+        for name in record.groups:
             group = groups.get(name)
+            if group is None and record.step < meta.oldest_kept_step:
+                continue  # freed; the rest of its step follows
+            chosen[name] += 1
             if group is None or (group.phase, group.step) != (wanted, record.step):
                 yield f"step {record.step}: its group {name} is {'missing' if group is None else f'{group.phase} of step {group.step}'}"
     yield from (f"group {name}: in {count} steps" for name, count in chosen.items() if count > 1)

@@ -13,8 +13,8 @@ from slimebus.config import Resolved
 from slimebus.config.flags import RunCommand, RunTarget, of_run
 from slimebus.security.exposure import check_bind
 
-NICENESS = 10
-"""Of the process that a broker starts: what it computes must not slow the run."""
+NICENESS, OOM_SCORE = 10, 500
+"""Of the process that a broker starts: what it computes must not slow the run, and where memory is short it goes first."""
 
 
 class ViewCommand(RunCommand):
@@ -72,8 +72,13 @@ def _config_of_last_run(run: RunTarget) -> Resolved:
 
 
 def lower_priority() -> None:
-    """Let the run's other processes go first, of one user and of one session alike: Linux shares cores by sessions before niceness."""
+    """Let the run's other processes go first, of one user and of one session alike: Linux shares cores by sessions before niceness.
+
+    Of memory too.
+    """
     os.nice(NICENESS)
+    with contextlib.suppress(OSError):  # a /proc that is read-only
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
     if os.getsid(0) == os.getpid():  # a group of its own; otherwise it would be that of the process that started this
         with contextlib.suppress(OSError):  # not every kernel groups by session
             Path("/proc/self/autogroup").write_text(str(NICENESS))

@@ -19,7 +19,10 @@ from broker.page.history import History
 from slimebus.telemetry.metrics import grouped
 
 CONTENT_TYPE = str(CONTENT_TYPE_LATEST)
-BY_NAME = {"groups": "phase", "moves": "move", "counted": "what", "waste": "reason", "bounds": "bound", "histogram": "lag"}
+BY_NAME = {
+    **{"groups": "phase", "moves": "move", "counted": "what", "waste": "reason", "bounds": "bound", "histogram": "lag"},
+    **{"refused": "reason", "problem": "of"},
+}
 """Section of the status with names that become a label, and that label."""
 BY_LAG = re.compile(r"lag/([^/]+)/(.+)")
 QUANTILES = (0.0, 0.5, 0.9, 1.0)
@@ -54,6 +57,8 @@ def values(status: dict[str, Any], history: History) -> Values:
     yield "broker/up", {}, int(bool(status))
     yield "broker/stalled_seconds", {}, (status.get("stalled") or {}).get("since_s", 0.0)
     sections = {**status, **status.get("pace", {}), "histogram": status.get("lag", {}).get("histogram", {})}
+    sections |= {f"store_{name}": value for name, value in status.get("store", {}).items()}
+    sections["problem"] = {name: int(bool(status[name].get("problem"))) for name in ("store", "security") if name in status}
     for section, found in sections.items():
         if section not in BY_NAME:
             yield f"broker/{section}", {}, found

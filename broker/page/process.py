@@ -1,9 +1,12 @@
 """The page's process beside a broker: its address and its start."""
 
 import contextlib
+import logging
 import secrets
 import signal
 import socket
+import threading
+import time
 from urllib.parse import parse_qs, urlsplit
 
 from slimebus.atomic_file import replacing
@@ -13,26 +16,57 @@ from slimebus.process.launch import SLIMEBUS, ChildProcess
 from slimebus.security.exposure import OUTSIDE, advertised, reachable
 from slimebus.view.report import page_url
 
+log = logging.getLogger("slimebus.broker")
+
 SHOW_END_S, REAP_S = 1.0, 5.0
+RESTART_S, MAX_PAUSE_S = 1.0, 60.0
+"""Before the page is started again, the first time and at most."""
 
 
 class PageProcess:
-    """The page of a broker at `endpoint`, at the address `url`, from now until `stop`."""
+    """The page of a broker at `endpoint`, at the address `url`, from now until `stop`. One that ends before is started again."""
 
     def __init__(self, resolved: Resolved, endpoint: str) -> None:
         """Raises UsageError when broker.http cannot be bound."""
         keys = resolved.keys_path
-        listening, self.url = listen(resolved.config.broker.http, page_url(resolved.run_dir))
+        self._listening, self.url = listen(resolved.config.broker.http, page_url(resolved.run_dir))
         with replacing(resolved.run_dir / "page.url", mode=0o600, sync=False) as out:
             out.write(self.url.encode())
-        with listening:
-            words = ["view", str(resolved.run_dir), "--broker", reachable(endpoint), "--listening", str(listening.fileno())]
-            words += ["--keys", str(keys.resolve())] if keys else []
-            self._child = ChildProcess([*SLIMEBUS, *words], pass_fds=[listening.fileno()], on_parent_end=signal.SIGKILL)
+        words = ["view", str(resolved.run_dir), "--broker", reachable(endpoint), "--listening", str(self._listening.fileno())]
+        self._command = [*SLIMEBUS, *words, *(["--keys", str(keys.resolve())] if keys else [])]
+        self._stopping, self._starting = threading.Event(), threading.Lock()
+        try:
+            self._start()
+        except OSError:
+            self._listening.close()  # or viewers would wait for nobody
+            raise
+        threading.Thread(target=self._keep_up, name="page", daemon=True).start()
+
+    def _start(self) -> None:
+        with self._starting:
+            if not self._stopping.is_set():
+                self._child = ChildProcess(self._command, pass_fds=[self._listening.fileno()], on_parent_end=signal.SIGKILL)
+                self._started_at = time.monotonic()
+
+    def _keep_up(self) -> None:
+        """Each time that the page ends, wait twice as long as before: one that cannot start must not take the run's cores."""
+        pause_s = RESTART_S
+        while not self._stopping.is_set():
+            code = self._child.process.wait()
+            pause_s = RESTART_S if time.monotonic() - self._started_at > MAX_PAUSE_S else pause_s
+            if not self._stopping.is_set():
+                log.warning("the page's process ended (exit code %d); it is started again in %g s", code, pause_s)
+            self._stopping.wait(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            with contextlib.suppress(OSError):  # no memory for another process now
+                self._start()
 
     def stop(self) -> None:
         """End the page, once it has shown how the run ended; one that a hung file system keeps is not waited for."""
+        with self._starting:
+            self._stopping.set()
         self._child.stop(SHOW_END_S, reap_s=REAP_S)
+        self._listening.close()
 
 
 def listen(address: str, last: str = "") -> tuple[socket.socket, str]:

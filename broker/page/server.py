@@ -1,12 +1,14 @@
 """The page over HTTP: files, events, samples, replay, metrics.
 
 GET /  static/...   GET /events   GET /groups?state=&text=   GET /group?id=   GET /config   GET /metrics?per=process   POST /replay
+GET /healthz   GET /readyz?name=
 """
 
 import asyncio
 import functools
 import hmac
 import logging
+import math
 import signal
 import socket
 import time
@@ -45,6 +47,12 @@ MAX_BODY_BYTES = 1 << 20
 MAX_PATH = 200
 """Characters; the disk refuses longer names."""
 ANSWER_S, EDIT_S = 5.0, 30.0
+PROBE_S = 2.0
+"""A probe waits so long for the broker."""
+PROBES = {"/healthz": 60.0, "/readyz": 5.0}
+"""For Kubernetes, without a token -> the seconds in which the broker's loop must have had a turn."""
+NOT_READY = ("gone", "fenced", "starting", "blocked")
+"""How the states of processes begin that are not ready."""
 LEFT_OUT = ("clients", "steps", "parked", "evaluations", "skipped_prompts")
 """Of the status: in the records, or shown otherwise."""
 OF_CLIENT, OF_METRICS = ("name", "role", "state", "version", "leases", "silent_s"), ("sync_s", "tokens")
@@ -59,17 +67,28 @@ STATIC = Path(str(files("broker.page"))) / "static"
 
 
 class Live(RunStatus):
-    """The newest status, for one thread that asks. took_s: how long the broker took to answer."""
+    """The newest status, for one thread that asks. took_s: how long the broker took to answer; answered_at: when it did, monotonic."""
 
     def __init__(self, resolved: Resolved, broker: str | None) -> None:
         super().__init__(resolved, broker, what="page", timeout_s=ANSWER_S)
-        self.took_s = 0.0
+        self.took_s, self.answered_at = 0.0, -math.inf
 
     def poll(self, patience_s: float = 0.0) -> None:
         """Ask; without a broker that answers the status stays."""
         started = time.monotonic()
         super().poll(patience_s)
-        self.took_s = time.monotonic() - started
+        now = time.monotonic()
+        self.took_s, self.answered_at = now - started, self.answered_at if self.problem else now
+
+    def why_not(self, name: str, within_s: float) -> str:
+        """Why the broker, or the process `name` that is connected to it, is not at work; empty when it is."""
+        silent_s = time.monotonic() - self.answered_at
+        if silent_s > within_s:
+            return "the broker has not answered yet" if math.isinf(silent_s) else f"the broker's loop last answered {silent_s:.0f} s ago"
+        states = [client["state"] for client in self.status["clients"] if client["name"] == name]
+        if name and not states:
+            return f"no process {name!r} is listed in the run's status"
+        return next((f"{name} is {word}" for word in NOT_READY for state in states if state.startswith(word)), "")
 
     def replay(self, groups: Sequence[str]) -> EditReply:
         """Have dead or dropped groups tried again. Raises SlimebusError, as where no key of a client is at hand."""
@@ -99,6 +118,7 @@ class Page:
         self._frames: dict[str, bytes] = {}
         self._wanted, self._viewers = asyncio.Event(), set[asyncio.Event]()
         self._shown = -1
+        self._asking: asyncio.Task[None] | None = None
 
     # --- looking ---
 
@@ -241,6 +261,16 @@ class Page:
         text = metrics.exposition(status, self.history, is_per_process=each)
         return web.Response(body=text, headers={"Content-Type": metrics.CONTENT_TYPE})
 
+    async def probe(self, request: web.Request) -> web.Response:
+        """200 while the broker's loop, or the process that is named, works, else 503 and why. The broker is asked as for a viewer."""
+        rests_s = min(max(POLL_S, TIMES_ANSWER * self.live.took_s), ANSWER_S / 2)
+        if (self._asking is None or self._asking.done()) and time.monotonic() - self.live.answered_at >= rests_s:
+            self._asking = asyncio.create_task(self.poll())
+        if self._asking is not None:
+            await asyncio.wait([self._asking], timeout=PROBE_S)
+        why = self.live.why_not(request.query.get("name", ""), PROBES[request.path])
+        return web.Response(status=503 if why else 200, text=f"{why or 'ok'}\n")
+
     # --- who may look ---
 
     def _cookie(self, request: web.Request) -> str:
@@ -282,7 +312,7 @@ def application(page: Page) -> web.Application:
 
     @web.middleware
     async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-        if problem := page.problem_of(request):
+        if request.path not in PROBES and (problem := page.problem_of(request)):
             return web.Response(status=403, text=problem + "\n", headers=HEADERS)
         try:
             response = await handler(request)
@@ -295,6 +325,7 @@ def application(page: Page) -> web.Application:
     app = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
     asked = ("events", "groups", "group", "config", "metrics")
     app.add_routes([web.get(f"/{name}", getattr(page, name), allow_head=False) for name in asked])
+    app.add_routes([web.get(path, page.probe, allow_head=False) for path in PROBES])
     app.add_routes([web.get("/", page.index), web.post("/replay", page.replay), web.static("/static", STATIC)])
     return app
 

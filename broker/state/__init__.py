@@ -2,7 +2,7 @@
 
 Prompts and the choice of a buffer filter are asked of two narrow protocols given as arguments (prompt_source.py, records.BufferFilter).
 
-Rooms with doors: each table of records has one file that writes it, which the others ask (tests/broker/state/test_owners.py).
+Each table of records has one owner, the file that writes it; other files call its functions (tests/broker/state/test_owners.py).
 
 broker_state.py  the state that the functions share    records.py     what is stored    rules.py     the constants of a run
 effects.py       what goes in and what comes out       groups.py      the groups in play, and what changes of one

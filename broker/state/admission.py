@@ -21,13 +21,8 @@ def step_of_next(state: State) -> int:
     rules, leased, ready = state.rules, state.groups.count(LEASED), state.groups.count(READY)
     if not rules.batch_tokens:
         return state.next_unassigned + (leased + ready) // (rules.over_sampling or rules.batch_size)
-    tokens = ready_tokens(state) + (leased + len(state.groups.awaiting_fields)) * mean_tokens(state)
+    tokens = state.groups.ready_tokens + (leased + len(state.groups.awaiting_fields)) * mean_tokens(state)
     return state.next_unassigned + int(tokens / (rules.batch_tokens * rules.width))
-
-
-def ready_tokens(state: State) -> int:
-    """Tokens of the groups that may be batched."""
-    return sum(group.num_tokens for group in state.groups.ready)
 
 
 def mean_tokens(state: State) -> float:

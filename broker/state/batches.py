@@ -15,6 +15,8 @@ from slimebus.bus.messages import NO_VERSION, Batch, BatchGroup, BatchReply, Com
 
 WARN_KEPT_STEPS = 128
 """Trained steps with kept samples from which on a warning is due at each doubling."""
+FREE_PAUSE_S = 0.001
+"""Between two transactions that free samples: requests that have come meanwhile go first."""
 MAX_LAG = 1024
 """The last bar of the histogram of staleness: so many versions, or more."""
 
@@ -125,7 +127,8 @@ def commit(state: State, event: Event, done: Commit) -> None:
         raise SlimebusError(f"commit of step {done.step}, but the next to commit is {meta.next_step} and needs its batch", code="step")
     if done.step == meta.next_step:
         _commit(state, state.steps[done.step], done)
-        free(state, min(done.checkpoint, meta.next_step))
+        meta.oldest_kept_step = max(meta.oldest_kept_step, min(done.checkpoint, meta.next_step))
+        free(state)
     state.reply(event.to, Ok())
 
 
@@ -222,14 +225,22 @@ def reopen(state: State, first: int, reason: str, *phases: Phase) -> None:
             transitions.apply_transition(state, group, "rewound", reason)
 
 
-def free(state: State, checkpoint: int) -> None:
-    """Let go of every step before `checkpoint`, of its samples and prompts: no trainer can go back there."""
-    for step in sorted(s for s in state.steps if s < checkpoint):
-        for group in state.groups_of(state.steps.pop(step), COMMITTED):
+def free(state: State, max_bytes: float | None = None) -> None:
+    """Let go of the steps before the oldest checkpoint, of their samples and prompts: no trainer can go back there.
+
+    A transaction that frees 100 GB takes seconds: this one frees `max_bytes` (None: rules.max_freed_bytes), later turns the rest.
+    """
+    left = state.rules.max_freed_bytes if max_bytes is None else max_bytes
+    for step in sorted(s for s in state.steps if s < state.meta.oldest_kept_step):
+        for group in state.groups_of(state.steps[step], COMMITTED):
+            if left <= 0:
+                state.timers.set(("free", None), state.now + FREE_PAUSE_S)
+                return
+            left -= group.size_bytes
             state.delete_samples(group)
             state.groups.remove(group)
             state.tally(state.meta.moves, "committed>freed under a checkpoint")
             state.changed("groups", group.id)
             prompts.free_prompt(state, group.id)
+        del state.steps[step]
         state.changed("steps", step)
-    state.meta.oldest_kept_step = max(state.meta.oldest_kept_step, checkpoint)

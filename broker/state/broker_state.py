@@ -91,6 +91,8 @@ class State:
         self.num_joined = self.num_trainers_joined = 0
         self.last_trainer, self.trainer_left_at = "", math.inf
         self.bound_hits: Counter[str] = Counter()
+        self.differing: dict[str, int] = {}
+        """Settings other than the run's, and how many that joined since this process began had them."""
         self.max_message_bytes, self.hints_address, self.store_problem = max_message_bytes, hints, ""
         self.lost_peers: Collection[bytes] = ()
         """Of the processes that a hello of this burst asks to replace, those without a connection."""
@@ -187,10 +189,11 @@ class State:
 
     # --- counting ---
 
-    def tally(self, counter: dict[str, int], reason: str, by: int = 1) -> None:
-        """Add to a counter by reason; reasons from outside are cut, and there are at most 256 of them."""
+    def tally(self, counter: dict[str, int], reason: str, by: int = 1) -> int:
+        """Add to a counter by reason, and return its sum; reasons from outside are cut, and there are at most 256 of them."""
         reason = _counted(reason, counter)
         counter[reason] = counter.get(reason, 0) + by
+        return counter[reason]
 
     def count_waste(self, reason: str, groups: int, tokens: int) -> None:
         """Count samples that were made and will not be trained."""

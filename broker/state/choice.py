@@ -30,7 +30,7 @@ def is_enough(state: State) -> bool:
     rules, num_ready = state.rules, len(state.groups.ready)
     if not rules.batch_tokens:
         return num_ready >= num_wanted(state)
-    if num_ready >= MAX_BATCH_SIZE or admission.ready_tokens(state) >= rules.batch_tokens:
+    if num_ready >= MAX_BATCH_SIZE or state.groups.ready_tokens >= rules.batch_tokens:
         return True
     is_full = not state.groups.count(LEASED) and not state.groups.awaiting_fields and state.num_in_flight >= admission.capacity(state)
     return num_ready > 0 and is_full  # no group is in flight and there is no room for another: more tokens cannot come
@@ -62,7 +62,7 @@ def describe_ready(state: State, num_ready: int) -> str:
     """`3 of 16 groups`, or `3 groups of 512 of 4096 tokens`."""
     rules = state.rules
     if rules.batch_tokens:
-        return f"{num_ready} groups of {admission.ready_tokens(state)} of {rules.batch_tokens} tokens"
+        return f"{num_ready} groups of {state.groups.ready_tokens} of {rules.batch_tokens} tokens"
     return f"{num_ready} of {num_wanted(state)} groups"
 
 

@@ -28,6 +28,7 @@ from slimebus.bus import protocol
 from slimebus.bus.envelope import check_name, error_reply, one_line
 from slimebus.bus.errors import ConfigError, Fenced, ProtocolError, SlimebusError
 from slimebus.bus.messages import NO_VERSION, PROTOCOL_VERSION
+from slimebus.bus.protocol import MAX_RELEASE_CHARS
 from slimebus.security.roles import SENDERS
 
 ROLES = ("rollout", "trainer", "consumer", "client")
@@ -137,7 +138,7 @@ def hello(state: State, event: Event, request: m.Hello) -> None:
     client = join(state, event, request)
     welcome = m.Welcome(run=state.meta.run, epoch=client.epoch, heartbeat_s=state.rules.heartbeat_s, **state.meta.newest())
     welcome.hints, welcome.max_message_bytes = state.hints_address, state.max_message_bytes
-    welcome.protocol, welcome.differences = min(request.protocol, PROTOCOL_VERSION), differences(state, client)
+    welcome.protocol, welcome.differences = min(request.protocol, PROTOCOL_VERSION), list(differences(state, client).values())
     state.reply(event.to, welcome)
 
 
@@ -164,7 +165,8 @@ def join(state: State, event: Event, request: m.Hello) -> ClientRecord:
     client = ClientRecord(
         name=event.sender, role=request.role, epoch=epoch, instance=request.instance, key=event.key, settings=request.settings
     )
-    client.host, client.pid, client.heard_at = request.host, request.pid, state.now
+    client.host, client.pid, client.release = request.host, request.pid, one_line(request.release[:MAX_RELEASE_CHARS])
+    client.heard_at = state.now
     if known is None:
         _add_client(state, client)
         touch(state, client, event.to.peer)
@@ -252,8 +254,10 @@ def _add_client(state: State, client: ClientRecord) -> None:
             state.last_trainer, state.trainer_left_at = client.name, math.inf
             state.num_trainers_joined += 1
         state.note(f"{client.title} joined (epoch {client.epoch})")
-        for difference in differences(state, client):
-            state.note(difference, is_warning=True)
+        for kind, difference in differences(state, client).items():
+            count = state.tally(state.differing, kind)
+            if count.bit_count() == 1:  # thousands of workers may differ alike
+                state.note(f"{difference} ({count} times so far)" if count > 1 else difference, is_warning=True)
 
 
 # --- fencing and leaving ---
@@ -460,22 +464,22 @@ def check_settings(state: State, name: str, hello: m.Hello) -> None:
         raise ConfigError(f"{text}: steps beyond it would never get a batch; start both with the same value")
 
 
-def differences(state: State, client: ClientRecord) -> list[str]:
-    """A sentence for each setting of a process that differs from the run's, with both values and which of them holds."""
+def differences(state: State, client: ClientRecord) -> dict[str, str]:
+    """What of the settings of a process differs from the run's -> a sentence with both values and which of them holds."""
     ours = state.rules.agreed
     differing = {key: value for key, value in client.settings.items() if ours.get(key, value) != value}
-    found = [
-        f"{key}: {client.name} has {value}, the run has {ours[key]}; {_describe_value_in_force(key, client)}"
+    found = {
+        f"{key} {value}": f"{key}: {client.name} has {value}, the run has {ours[key]}; {_describe_value_in_force(key, client)}"
         for key, value in differing.items()
-    ]
-    return [one_line(sentence) for sentence in (*found, *_other_models(state, client))]
+    }
+    return {kind: one_line(sentence) for kind, sentence in (*found.items(), *_other_models(state, client))}
 
 
 def _describe_value_in_force(key: str, client: ClientRecord) -> str:
     return "the run's value holds" if key.startswith(WITH_EACH_LEASE) else f"{client.name} follows its own"
 
 
-def _other_models(state: State, client: ClientRecord) -> Iterator[str]:
+def _other_models(state: State, client: ClientRecord) -> Iterator[tuple[str, str]]:
     """Between the trainer and each worker: the broker itself has no model."""
     mine, trainer = client.settings.get(MODEL), state.clients.get(state.last_trainer)
     for other in state.clients.values() if client.role == "trainer" else [trainer] if trainer else []:  # thousands of workers may join
@@ -483,7 +487,8 @@ def _other_models(state: State, client: ClientRecord) -> Iterator[str]:
         is_peer = {client.role, other.role} == {"trainer", "rollout"} and not other.is_gone and not other.is_fenced
         if is_peer and mine and theirs and mine != theirs:
             what = f"config.json or tokenizer.json of {client.name} (hash {mine}) differs from that of {other.title}"
-            yield f"{MODEL}: {what} (hash {theirs}); samples mean something else to each, give both the same model directory"
+            sentence = f"{what} (hash {theirs}); samples mean something else to each, give both the same model directory"
+            yield f"{MODEL} {mine} {theirs}", f"{MODEL}: {sentence}"
 
 
 def _integer(text: str) -> int | None:

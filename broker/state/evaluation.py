@@ -18,6 +18,8 @@ from slimebus.bus.messages import NO_VERSION, Evaluate, EvaluateReply
 from slimebus.bus.sample_table import CheckedGroup
 from slimebus.telemetry.scores import of_attempts
 
+AUTOMATIC = "auto/"
+"""How the keys of the run's own evaluations begin."""
 MAX_RUNNING = 16
 MAX_DONE = 256
 """Results that are kept; the oldest goes first."""
@@ -43,7 +45,7 @@ def running_evaluations(state: State) -> list[Evaluation]:
 
 def start_automatic(state: State) -> None:
     """Evaluate the newest version on every held-out set, once."""
-    key = f"auto/{state.meta.lineage}/{state.meta.version}"
+    key = f"{AUTOMATIC}{state.meta.lineage}/{state.meta.version}"
     if not state.rules.eval_datasets or state.meta.version == NO_VERSION or key in state.evaluations:
         return
     if len(running_evaluations(state)) >= MAX_RUNNING:

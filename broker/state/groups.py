@@ -154,8 +154,9 @@ class WorkerLeases(msgspec.Struct):
 class Groups:
     """Every group in play, found by id, lease, or state. What changes of a group changes here alone; its phase only by `move`.
 
-    ready: those that may be batched, by lease; awaiting_fields: ready ones that lack a field of `required`. by_read_position: every group
-    with samples, by the position at which consumers read it; readable_changes rises when there may be more to read.
+    ready: those that may be batched, by lease; ready_tokens: of all these. awaiting_fields: ready ones that lack a field of `required`.
+    by_read_position: every group with samples, by the position at which consumers read it; readable_changes rises when there may be more
+    to read.
     """
 
     def __init__(self) -> None:
@@ -164,6 +165,7 @@ class Groups:
         self.by_worker: dict[str, WorkerLeases] = {}
         self.counts: Counter[tuple[str, Phase]] = Counter()
         self.ready = SortedKeyList(key=lambda group: group.lease.id)
+        self.ready_tokens, self._tokens = 0, dict[str, int]()
         self.by_read_position = SortedKeyList(key=lambda group: group.read_position)
         self.readable_changes = 0
         self.required: frozenset[str] = frozenset()
@@ -313,7 +315,7 @@ class Groups:
         self.readable_changes += 1
         if group.id in self.awaiting_fields and not self._lacks_field(group):
             del self.awaiting_fields[group.id]
-            self.ready.add(group)
+            self._add_ready(group)
 
     def problems(self) -> Iterator[str]:
         """Where the indexes do not agree with the groups; nothing in a sound state."""
@@ -330,6 +332,8 @@ class Groups:
         listed = list(self.ready)
         if ready != {g.id: g for g in self.every_ready()} or listed != sorted(listed, key=lambda group: group.lease.id):
             yield "the ready groups are not those listed, or not in order"
+        if self.ready_tokens != (num_tokens := sum(group.num_tokens for group in listed)):
+            yield f"counted {self.ready_tokens} tokens of ready groups, there are {num_tokens}"
         for kind, queue in self._queues.items():
             queued = [(g.position, g.id) for g in everyone if g.kind == kind and g.phase == QUEUED]
             first = self.first_queued(kind)
@@ -352,7 +356,12 @@ class Groups:
         elif group.phase == READY and self._lacks_field(group):
             self.awaiting_fields[group.id] = group
         elif group.phase == READY:
-            self.ready.add(group)
+            self._add_ready(group)
+
+    def _add_ready(self, group: Group) -> None:
+        self.ready.add(group)
+        self._tokens[group.id] = group.num_tokens
+        self.ready_tokens += group.num_tokens
 
     def _leave(self, group: Group) -> None:
         self.counts[group.kind, group.phase] -= 1
@@ -369,3 +378,4 @@ class Groups:
                 del self.by_worker[group.lease.worker]
         elif group.phase == READY and self.awaiting_fields.pop(group.id, None) is None:
             self.ready.remove(group)
+            self.ready_tokens -= self._tokens.pop(group.id)  # its own are forgotten with its samples

@@ -145,11 +145,12 @@ def _next_evaluated(state: State, waiting: Waiting[Lease]) -> Group | None:
 def _is_turn_of(state: State, evaluated: Group) -> bool:
     """Evaluation must not starve the trainer, nor training the evaluation.
 
-    It goes first before anything is trained; later it may hold EVAL_SHARE samples for each one being made for training, and
-    what workers could not use for training.
+    That of the initial weights goes first before anything is trained; any other may hold EVAL_SHARE samples for each one being made for
+    training, and what workers could not use for training.
     """
     num_samples = state.groups.count(LEASED, EVAL) * num_samples_of(state, evaluated)
-    return state.meta.next_step == 0 or num_samples < EVAL_SHARE * state.groups.count(LEASED) * state.rules.samples_per_prompt
+    is_first = state.meta.next_step == 0 and evaluated.evaluation.startswith(evaluation.AUTOMATIC)
+    return is_first or num_samples < EVAL_SHARE * state.groups.count(LEASED) * state.rules.samples_per_prompt
 
 
 def num_samples_of(state: State, group: Group) -> int:

@@ -98,8 +98,8 @@ class ClientRecord(msgspec.Struct, kw_only=True):
     """Who takes part. `key`: the name of the key it joined with. From `heard_at` on it is learned again after a restart.
 
     previous_instances: older processes of this name; successors: newer ones that have said nothing but hello. host, pid: where it says
-    it is. peer: the socket identity it was last heard from, empty until it is heard. told_in: its first request with an answer that said
-    that the run is finished. knows_end: it has asked for more since.
+    it is. release: of slimebus. peer: the socket identity it was last heard from, empty until it is heard. told_in: its first request with
+    an answer that said that the run is finished. knows_end: it has asked for more since.
     newcomers: instances that were told to wait for its place, and when they first asked.
     """
 
@@ -113,6 +113,7 @@ class ClientRecord(msgspec.Struct, kw_only=True):
     successors: list["ClientRecord"] = []
     host: str = ""
     pid: int = 0
+    release: str = ""
     settings: dict[str, str] = {}
     heard_at: float = 0.0
     peer: bytes = b""

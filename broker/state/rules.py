@@ -57,7 +57,7 @@ class Rules(Checked, frozen=True):
     agreed: settings that every process of the run must have (clients.py:differences).
     max_pushed: pushed prompts waiting to be sampled. waits_for_push: the run does not end when no prompt is left, more may be pushed.
     required_fields: a group is in no batch before it has all of them.
-    eval_interval: versions between evaluations, 0 for none.
+    eval_interval: versions between evaluations, 0 for none. max_freed_bytes: samples that one transaction lets go of under a checkpoint.
     """
 
     batch_size: Annotated[int, Meta(ge=1, le=MAX_BATCH_SIZE)]
@@ -91,6 +91,7 @@ class Rules(Checked, frozen=True):
     eval_datasets: dict[str, HeldOutSet] = {}
     eval_interval: Count = 0
     eval_first: bool = True
+    max_freed_bytes: Positive = 64 << 20
 
     @property
     def is_unbounded(self) -> bool:

@@ -4,13 +4,14 @@ from typing import Any
 
 from broker.state import consumers, diagnosis, evaluation, prompts, settings, watchdog
 from broker.state.broker_state import FILTERED, State
-from broker.state.clients import describe_blocked, is_present, is_starting
+from broker.state.clients import describe_blocked, is_present, is_silent, is_starting
 from broker.state.groups import ASSIGNED, COMMITTED, DEAD, DROPPED, EVAL, LEASED, QUEUED, READY
 from broker.state.records import ClientRecord, quantile
+from slimebus.bus import protocol
 
 MAX_CHANGES = 32
 MAX_ROWS, MAX_CLIENTS = 256, 1024
-"""Waits and evaluations, and clients, listed by name; beyond that they are only counted."""
+"""Waits and evaluations, and clients, listed by name; beyond that they are only counted. Of clients those that need a look come first."""
 
 
 def status(state: State) -> dict[str, Any]:
@@ -18,6 +19,7 @@ def status(state: State) -> dict[str, Any]:
     meta, changes, evaluations = state.meta, list(state.changes.values())[-MAX_CHANGES:], list(state.evaluations.values())[-MAX_ROWS:]
     return {
         "run": meta.run,
+        "release": protocol.release(),
         "lineage": meta.lineage,
         "version": meta.version,
         "step": meta.next_step,
@@ -38,7 +40,7 @@ def status(state: State) -> dict[str, Any]:
         },
         "source": _source(state),
         "skipped_prompts": state.source.skipped,
-        "clients": [_client(state, c) for c in list(state.clients.values())[:MAX_CLIENTS]],
+        "clients": [_client(state, c) for c in sorted(state.clients.values(), key=lambda c: _rank(state, c))[:MAX_CLIENTS]],
         "parked": _parked(state),
         "evaluations": [{"key": e.key, "done": e.is_done, **row} for e in evaluations for row in evaluation.results(e)],
         "steps": list(state.recent),
@@ -99,11 +101,19 @@ def _pace(state: State) -> dict[str, float]:
     }
 
 
+def _rank(state: State, client: ClientRecord) -> int:
+    """Trainers and consumers, then workers that are blocked or silent, then those at work, then those that were replaced."""
+    if client.is_fenced:
+        return 3
+    return 0 if client.role != "rollout" else 1 if client.blocked_s or is_silent(state, client) else 2
+
+
 def _client(state: State, client: ClientRecord) -> dict[str, Any]:
     is_gone = client.is_gone and not is_starting(client)
     return {
         "name": client.name,
         "role": client.role,
+        "release": client.release,
         "epoch": client.epoch,
         "state": "fenced" if client.is_fenced else "gone" if is_gone else describe_blocked(state, client) or client.state or "joined",
         "silent_s": round(state.now - client.heard_at, 3),

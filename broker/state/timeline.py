@@ -4,6 +4,7 @@ A trainer that restarts from a checkpoint begins a new lineage at the step it wi
 back to that moment: steps before it are trained, samples that only the abandoned timeline could have made become prompts again.
 """
 
+import math
 from collections.abc import Sequence
 
 from broker.state import batches, ending, evaluation, leases, prompts, settings, transitions
@@ -66,6 +67,7 @@ def _begin_timeline(state: State, request: Resume, shared: int) -> None:
     was_at, had_lineage = meta.next_step, bool(meta.lineage)
     for step in list(state.waiting_batches):
         state.answer(state.waiting_batches, step, BatchReply(step=step, reason="the trainer resumed from another step"))
+    batches.free(state, math.inf)
     _accept_trained(state, request.step, shared)
     if shared < meta.oldest_kept_step:
         state.note(

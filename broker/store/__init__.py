@@ -17,20 +17,21 @@ from broker.store.memory import MemoryStore
 
 
 class Kind(NamedTuple):
-    """How a broker opens its store in a folder, and how others read it, also beside a working broker.
+    """How a broker opens its store in a folder, and how others read it or copy it to a new folder, also beside a working broker.
 
     read: raises UsageError for a folder without a store, or a damaged one. With is_checked=False damage is not looked for before: it may
-    end the process.
+    end the process. copy: raises it too, and returns the bytes of the copy.
     """
 
     open: Callable[[Path], Store]
     read: Callable[..., AbstractContextManager[Records]]
+    copy: Callable[[Path, Path], int]
 
 
 KINDS = {
-    "fsync": Kind(functools.partial(LmdbStore, is_synced=True), lmdb_store.read_folder),
-    "os": Kind(functools.partial(LmdbStore, is_synced=False), lmdb_store.read_folder),
-    "memory": Kind(lambda folder: MemoryStore(), memory.read_nothing),
+    "fsync": Kind(functools.partial(LmdbStore, is_synced=True), lmdb_store.read_folder, lmdb_store.copy_folder),
+    "os": Kind(functools.partial(LmdbStore, is_synced=False), lmdb_store.read_folder, lmdb_store.copy_folder),
+    "memory": Kind(lambda folder: MemoryStore(), memory.read_nothing, memory.read_nothing),
 }
 """By `broker.durability`. fsync: survives power loss. os: survives a killed broker, not a killed machine. memory: survives nothing."""
 

@@ -14,6 +14,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -301,6 +302,31 @@ def read_folder(folder: Path, *, is_checked: bool = True) -> Iterator[Records]:
 
     is_checked: a child process looks at its pages first, so that damage does not end this process.
     """
+    with _reader(folder, is_checked=is_checked) as env, begin_read(env) as txn:
+        yield LmdbRecords(str(folder), txn, {name: handle for name in TABLES if (handle := _table(env, txn, name)) is not None})
+
+
+def copy_folder(folder: Path, out: Path) -> int:
+    """Copy a store as it is at one moment, also beside a working broker, to a new folder; its bytes. Raises as `read_folder`."""
+    with _reader(folder) as env, contextlib.ExitStack() as stack:
+        try:
+            out.mkdir(parents=True)
+            stack.callback(shutil.rmtree, out, ignore_errors=True)
+            env.copy(str(out), compact=True)
+            file, map_bytes = out / "data.mdb", env.info()["map_size"]
+            size_bytes = file.stat().st_size
+            with file.open("r+b") as copied:
+                copied.truncate(map_bytes)
+                os.fsync(copied.fileno())
+            stack.pop_all()
+        except (lmdb.Error, OSError) as bad:
+            raise UsageError(f"the store at {folder} cannot be copied to {out}: {bad}") from None
+    return size_bytes
+
+
+@contextlib.contextmanager
+def _reader(folder: Path, *, is_checked: bool = True) -> Iterator[Any]:
+    """The environment of a store, for reading. Raises as `read_folder`."""
     if not _has_file(folder):
         why = "it does not exist" if not folder.parent.exists() else "the run has not begun, or its durability is memory"
         raise UsageError(f"no store under {folder}: {why}; give the RUN.yaml or the --run-dir of a run that was started")
@@ -313,7 +339,7 @@ def read_folder(folder: Path, *, is_checked: bool = True) -> Iterator[Records]:
     try:
         with begin_read(env) as txn:
             check_format(folder, txn.get(FORMAT_KEY))
-            yield LmdbRecords(str(folder), txn, {name: handle for name in TABLES if (handle := _table(env, txn, name)) is not None})
+        yield env
     except (lmdb.CorruptedError, lmdb.PageNotFoundError) as bad:
         raise cannot_open(folder, bad) from None
     finally:

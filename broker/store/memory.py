@@ -1,12 +1,11 @@
 """A store that forgets when the process ends."""
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from broker.state.effects import Write
-from broker.store.interface import TABLES, Records
+from broker.store.interface import TABLES
 from broker.store.records import packed, packed_size, unpack_frames
 from slimebus.bus.errors import UsageError
 
@@ -64,6 +63,6 @@ class MemoryStore:
         """Nothing to release."""
 
 
-def read_nothing(folder: Path, *, is_checked: bool = True) -> contextlib.AbstractContextManager[Records]:
+def read_nothing(folder: Path, out: Path | None = None, *, is_checked: bool = True) -> NoReturn:
     """Raise UsageError: what a broker keeps in memory no other process can read."""
     raise UsageError(f"no store under {folder}: broker.durability is memory; with `os` or `fsync` the store can be read")

@@ -6,7 +6,6 @@ Layout, in the order a request meets it:
     request      the body of /generate, checked and expanded to sequences
     core         one step: admit, prefill, decode, sample, finish; the thread that takes them, and its inbox
     scheduler    who waits, who runs, who is admitted
-    batch        the running rows as tensors
     kv_cache     keys and values of the running rows
     model        the forward pass
     sampling     logits to tokens and logprobs

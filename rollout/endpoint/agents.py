@@ -15,7 +15,7 @@ from rollout.samples.plugins import HIDDEN, Plugin, PluginError
 from rollout.samples.response import Task
 from rollout.samples.session import Session
 from slimebus.bus.errors import HookError
-from slimebus.process.process_guard import guarded_command
+from slimebus.process.process_guard import can_hide, guarded_command
 
 log = logging.getLogger("rollout")
 
@@ -40,7 +40,7 @@ class Agent:
 
     async def setup(self) -> None:
         """Serve, for the agents of this worker alone. Raises HookError where it cannot."""
-        if self.command and not HIDDEN.get():
+        if self.command and not can_hide():
             log.warning("programs of %s can read the keys and the folder of this run (docs/security.md)", type(self).__name__)
         await self._serve(Endpoint(tool_call_parser=self.tool_call_parser))
 

@@ -20,8 +20,18 @@ import msgspec
 from aiohttp import web
 from jinja2 import TemplateError
 
-from rollout.endpoint.chat import REFUSED, WITHOUT_EFFECT, ChatRequest, TextRequest, chat_answer, chunks, plain_message, text_answer
-from rollout.endpoint.tool_calls import parse, parse_by_sglang
+from rollout.endpoint.chat import (
+    REFUSED,
+    WITHOUT_EFFECT,
+    ChatRequest,
+    TextRequest,
+    chat_answer,
+    chunks,
+    parse,
+    parse_by_sglang,
+    plain_message,
+    text_answer,
+)
 from rollout.samples.partials import Unfinished
 from rollout.samples.plugins import Plugin, PluginError
 from rollout.samples.response import Response, reward_number
@@ -145,7 +155,8 @@ class Endpoint:
     async def _body(self, request: web.Request, kind: type[Body]) -> Body:
         """What it asks for; fields without effect are counted, and logged at first."""
         given = msgspec.json.decode(await request.read(), type=dict[str, Any])
-        for name in given.keys() - {field.name for field in msgspec.structs.fields(kind)}:
+        forced = {"tool_choice"} if given.get("tool_choice") not in (None, "auto", "none") else set()
+        for name in given.keys() - {field.name for field in msgspec.structs.fields(kind)} | forced:
             self._without_effect[name] += 1
             if self._without_effect[name] == 1:
                 log.info("a request's field %r %s", name, WITHOUT_EFFECT)

@@ -15,14 +15,13 @@ import msgspec
 import numpy as np
 
 from rollout.engines.dispatch import Dispatch
-from rollout.rewards.reward import Reward, find_reward
+from rollout.rewards.pool import Reward, find_reward
 from rollout.samples import partials
-from rollout.samples.generate_hook import TEARDOWN_S, GenerateHook
 from rollout.samples.plugins import Plugin, PluginError, failure
 from rollout.samples.response import EngineError, Response, Task, normalise, to_sample
 from rollout.samples.session import Session
 from rollout.samples.tokenizer import Tokenizer
-from rollout.samples.worker_hooks import WorkerHooks
+from rollout.samples.worker_hooks import TEARDOWN_S, GenerateHook, WorkerHooks
 from slimebus.bus.errors import ProtocolError, SlimebusError
 from slimebus.bus.messages import LeasedGroup
 from slimebus.bus.samples import Sample, decode_group, encode_group

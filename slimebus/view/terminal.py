@@ -3,6 +3,7 @@
 A screen has facts above, each with its label, and below as many tables as fit, side by side where the terminal is wide enough.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from textwrap import wrap
@@ -221,8 +222,16 @@ def _warnings(status: Status) -> dict[str, str]:
         "skipped": f"{skipped} bad prompts" if skipped else "",
         "security": status.get("security", {}).get("problem") or "",
         "disk": status.get("store", {}).get("problem") or "",
+        "releases": _other_releases(status),
     }
     return {label: text for label, text in found.items() if text}
+
+
+def _other_releases(status: Status) -> str:
+    """What others run than the broker: an upgrade that is half done."""
+    ours = status.get("release", "")
+    others = Counter(one for client in status["clients"] if not _has_left(client) and (one := client.get("release") or ours) != ours)
+    return f"broker {ours}; {', '.join(f'{count} of {one}' for one, count in others.items())}" if others else ""
 
 
 def _stalled(status: Status) -> str:

@@ -265,7 +265,7 @@ def test_a_damaged_prompt_is_read_from_the_source_again(bench: Bench) -> None:
     assert isinstance(answer, m.Error)
     assert answer.retryable
     assert leased(bench.lease(50)).group == group.group
-    assert bench.store.get("prompts", group.group) == b"prompt"
+    assert bench.store.get("prompts", group.group) == b"\xa6prompt"
 
 
 def test_damage_found_while_the_disk_is_full_is_mended_once_it_can_be_written(bench: Bench) -> None:

@@ -31,8 +31,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "fixtures"), st
 
 from chaos_faults import DECK, Deck, Fault  # noqa: E402
 from chaos_ledger import Ledger, balance  # noqa: E402
+from leaving import ORDERS, leave  # noqa: E402
 from live_run import Process, Run  # noqa: E402
 from load_attack import LoadAttack, Report  # noqa: E402
+from outage import outage  # noqa: E402
 
 from broker.main import VALIDATE  # noqa: E402
 from broker.source import FileRows, FileSource  # noqa: E402
@@ -145,6 +147,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     longest_stall: Stall
     median_step_s: float
     rudeness: dict[str, int]
+    passed_on_bytes: float
+    """Of weights, by workers that were alive at the end of a version; their metrics begin anew with each process."""
     problems: list[str]
 
 
@@ -160,6 +164,8 @@ class Chaos:
         self.deck = Deck(seed, mean_gap_s=mean_gap_s, long_stop_s=1.3 * LEASE_S)
         self.keepers = {"broker": self._keeper("broker", "broker"), "trainer": self._keeper("trainer", "trainer")}
         self.workers = [f"w{i + 1}" for i in range(workers)]
+        for name in self.workers:  # each as on a host of its own: they pull weights from each other
+            (folder / "shm" / name).mkdir(parents=True, exist_ok=True)
         self.keepers |= {name: self._keeper(name, "rollout") for name in self.workers}
         rude = [sys.executable, str(Path(__file__).with_name("rude_client.py")), self.run.address, str(seed)]
         self.keepers["rude client"] = Keeper("rude client", lambda: self.run.command("rude", rude))
@@ -175,7 +181,8 @@ class Chaos:
         self.started = 0.0
 
     def _keeper(self, name: str, role: str) -> Keeper:
-        return Keeper(name, lambda *flags: self.run.start(role, *flags, name=name))
+        own = ["--weights-shm", str(self.run.folder / "shm" / name)] if role == "rollout" else []
+        return Keeper(name, lambda *flags: self.run.start(role, *own, *flags, name=name))
 
     # --- the course of it ---
 
@@ -379,6 +386,9 @@ class Chaos:
             longest_stall=self._longest_stall(),
             median_step_s=round(gaps[len(gaps) // 2], 3) if gaps else math.inf,
             rudeness=self.rudeness,
+            passed_on_bytes=sum(
+                max((row["passed_on_bytes"] for row in self.run.rows(f"rollout-{name}")), default=0.0) for name in self.workers
+            ),
             problems=[*self.problems, *ledger.problems],
         )
 
@@ -436,6 +446,7 @@ def changes(task: Path, durability: str) -> dict[str, Any]:
         "rollout__custom_generate_function_path": "chaos_hooks.py:generate",
         "rollout__dynamic_sampling_filter_path": "chaos_hooks.py:keep",
         "trainer__save_interval": 5,
+        "weights__fanout_bind": "tcp://127.0.0.1:0",
     }
 
 
@@ -483,15 +494,30 @@ def run_load_attack(folder: Path, strike: Callable[[LoadAttack], Report]) -> int
     return 0 if report.is_alive and not report.problems else 1
 
 
+def run_leaving(folder: Path) -> int:
+    """Print what each order came to; the exit code."""
+    task, has_failed = make_task(folder / "task"), False
+    for order, first in itertools.product(ORDERS, (signal.SIGTERM, signal.SIGKILL)):
+        problems = leave(folder / f"{'-'.join(order)}-{first.name}", task, order, first)
+        has_failed |= bool(problems)
+        click.echo(f"{first.name} to the {order[0]}, then SIGTERM to {' and '.join(order[1:])}: {'FAILED' if problems else 'ok'}")
+        click.echo("\n".join(problems), nl=bool(problems))
+    return int(has_failed)
+
+
 @click.command()
 @click.option("--minutes", default=2.0, show_default=True, help="[minutes] Of faults; start, calm and count come on top.")
 @click.option("--seed", type=int, help="[number] Decides every fault; default: a random one, printed.")
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(min=1), help="Rollout workers; hostile processes.")
+@click.option("--workers", default=3, show_default=True, type=click.IntRange(min=1), help="Rollout workers; hostile processes.")
 @click.option("--mean-gap-s", default=3.0, show_default=True, help="[seconds] Mean time between two faults.")
 @click.option("--durability", default="os", show_default=True, type=click.Choice(["fsync", "os"]), help="Of the broker.")
 @click.option("--folder", type=click.Path(path_type=Path), help="[path] Keep everything here; default: a folder of its own under /tmp.")
 @click.option("--hostile", type=click.IntRange(min=1000), help="[messages] Instead: send so many hostile ones to a live broker.")
 @click.option("--floods", type=click.IntRange(min=1), help="[floods] Instead: so many floods of a live broker, --minutes altogether.")
+@click.option(
+    "--outage", "away_s", type=click.FloatRange(min=1), help="[seconds] Instead: measure leases after a broker was away for so long."
+)
+@click.option("--leaving", is_flag=True, help="Instead: end the processes of a run in every order, the first in good order and by kill -9.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def chaos(
     minutes: float,
@@ -502,6 +528,8 @@ def chaos(
     folder: Path | None,
     hostile: int | None,
     floods: int | None,
+    away_s: float | None,
+    leaving: bool,
     as_json: bool,
 ) -> None:
     """Kill and stop the processes of a real run at random moments, restart them, and count what became of every prompt.
@@ -515,6 +543,11 @@ def chaos(
         sys.exit(run_load_attack(folder, lambda attack: attack.nonsense(hostile, peers=workers, seed=seed)))
     if floods:
         sys.exit(run_load_attack(folder, lambda attack: attack.flood(60 * minutes / floods, floods)))
+    if away_s:
+        click.echo(msgspec.json.format(msgspec.json.encode(outage(folder, away_s))))
+        return
+    if leaving:
+        sys.exit(run_leaving(folder))
     click.echo(f"chaos: seed {seed}, {minutes:g} minutes, {workers} workers, in {folder}", err=True)
     one = Chaos(folder, seed=seed, workers=workers, mean_gap_s=mean_gap_s, durability=durability)
     outcome = one.carry_out(minutes * 60)

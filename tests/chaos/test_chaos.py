@@ -15,13 +15,14 @@ from chaos_run import Chaos, table
 @pytest.mark.integration
 @pytest.mark.timeout(400)
 def test_every_prompt_is_trained_once_or_accounted_for(tmp_path: Path) -> None:
-    chaos = Chaos(tmp_path, seed=11, workers=2, mean_gap_s=1.5, durability="os")
+    chaos = Chaos(tmp_path, seed=11, workers=3, mean_gap_s=1.5, durability="os")
     outcome = chaos.carry_out(40.0, until_all_kinds_s=120.0, min_steps=20)
     print("\n".join(table(outcome, chaos.struck)))
     assert not outcome.problems
     assert chaos.has_struck_all(), outcome.faults
     assert outcome.ledger.lineages > 1, "a trainer was lost, and another went on"
     assert len(outcome.ledger.timeline) >= 20
+    assert outcome.passed_on_bytes > 0, "the third worker pulls from another one"
     assert outcome.ledger.ended, "some prompts fail or are filtered, and are listed"
 
 

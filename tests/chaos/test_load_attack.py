@@ -7,6 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from load_attack import LoadAttack
+from outage import outage
 
 MESSAGES = 40_000
 """`bin/chaos --hostile 100000` takes its time."""
@@ -17,6 +18,8 @@ MAX_GROWTH_BYTES = 64 << 20
 BUSY_PERCENT = 35.0
 """Where other work takes so much of the processors, a share of throughput says more of it than of the broker."""
 MAX_LOG_BYTES = 256 << 10
+AWAY_S = 10.0
+"""`bin/chaos --outage 60` takes its time."""
 
 
 @pytest.mark.integration
@@ -48,3 +51,12 @@ def test_a_flood_of_status_requests_whose_askers_vanish_costs_others_less_than_h
     assert report.log_bytes < MAX_LOG_BYTES
     if report.others_percent < BUSY_PERCENT:
         assert report.share > 0.5, f"{report.shares} of the quiet throughput"
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+def test_three_seconds_after_an_outage_a_lease_takes_no_longer_than_before(tmp_path: Path) -> None:
+    found = outage(tmp_path, AWAY_S)
+    print(found)
+    assert found.num_leases > 50
+    assert found.after_p99_s < max(0.05, 3 * found.before_p99_s), "a loaded machine slows both"

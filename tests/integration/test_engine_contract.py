@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tiny_model import SERVED, SPECIAL_TOKENS, save_served, sglang_python
 
-from rollout.endpoint.tool_calls import parse_by_sglang
+from rollout.endpoint.chat import parse_by_sglang
 from rollout.engines.backends import embedded_engine
 from rollout.engines.sglang.client import EngineClient
 from rollout.engines.sglang.process import READY_TIMEOUT_S, EngineProcess, sglang_server

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 import urllib.request
@@ -10,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from live_run import Run, clients
 from slimebus_command import said
 
+from broker.inspect.reader import open_snapshot
+from broker.state.records import Meta
 from rollout.engines.backends import embedded_engine
 from rollout.engines.sglang.process import EngineProcess
 
@@ -240,3 +244,24 @@ def test_a_live_run_is_listed_shown_exported_and_changed_with_and_without_a_brok
         assert {row["group"]: row["state"] for row in listed("--state", "queued")}[second] == "queued"
         run.start_all("w2")
         run.wait_for("the run goes on", lambda s: s["moves"].get("assigned>committed trained", 0) > 0 and 2 <= s["step"] < 400)
+
+
+def test_a_backup_made_under_load_is_whole_and_the_run_goes_on_from_it(tmp_path: Path, task: Path) -> None:
+    with Run(tmp_path, task, slow_s=0.2, rollout__num_rollout=20, broker__max_staleness=2) as run:
+        processes, backup = run.start_all(), tmp_path / "backup"
+        run.wait_for("two trained steps", lambda s: s["step"] >= 2)
+        said("buffer", "backup", run.file, "--out", backup)
+        assert said("buffer", "verify", "--run-dir", backup).startswith("ok: ")
+        with open_snapshot(backup) as snapshot:
+            copied = msgspec.msgpack.decode(snapshot.records.get("meta", "meta") or b"", type=Meta).next_step
+        run.wait_for("checkpoints of later steps", lambda s: s["oldest_checkpoint"] > copied)
+        for process in processes:
+            process.kill()
+        shutil.rmtree(run.run_dir / "broker")
+        shutil.copytree(backup / "broker", run.run_dir / "broker")
+        restored = run.start_all("w2")
+        assert [process.wait() for process in restored] == [0, 0, 0]
+        assert (run.final_status()["step"], run.final_status()["state"]) == (20, "finished")
+        told = re.search(r"no record of (\d+) of the trained steps; up to (\d+) prompts may be trained twice", restored[0].text())
+        assert told, restored[0].tail()
+        assert int(told[2]) == 4 * int(told[1]) > 0

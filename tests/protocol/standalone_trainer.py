@@ -7,8 +7,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import msgpack
-from standalone_bus import Bus
-from standalone_samples import sample
+from standalone_bus import Bus, sample
 
 ITEM_BYTES = {"int32": 4, "uint8": 1, "float32": 4, "int16": 2}
 

@@ -7,8 +7,7 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import msgpack
-from standalone_bus import Bus
-from standalone_samples import sample
+from standalone_bus import Bus, sample
 
 DTYPES = {"tokens": "int32", "loss_mask": "uint8", "rollout_logprobs": "float32"}
 

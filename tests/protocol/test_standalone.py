@@ -11,7 +11,7 @@ from waiting import wait_until
 
 HERE = Path(__file__).parent
 STEPS, BATCH_SIZE, SAMPLES = 8, 4, 3
-FOREIGN = {"msgpack", "zmq", "standalone_bus", "standalone_samples"}
+FOREIGN = {"msgpack", "zmq", "standalone_bus"}
 
 pytestmark = pytest.mark.integration
 

@@ -211,7 +211,7 @@ class Actor:
         """No answer by the deadline: faults explain it, or a broker that has ended, and nothing else."""
         if isinstance(request.message, m.Heartbeat):
             return  # the next one is on its way
-        had_calm_s = self.world.now - max(request.asked_at, self.world.scenario.calm_at)
+        had_calm_s = self.world.now - max(request.asked_at, self.world.scenario.calm_at, self.world.broker.started_at)
         what = m.wire_name(type(request.message))
         is_explained = had_calm_s < request.timeout_s or self.world.broker.is_over
         require(is_explained, f"{self.name} had no answer to {what!r} for {request.timeout_s:.0f} s")

@@ -66,7 +66,7 @@ class BrokerProcess:
         self.unwritten: Unwritten | None = None
         self.inbox: deque[Event] = deque()
         self.crash_at: CrashPoint | None = None
-        self.stopped_until = self._wake_at = self.wall_ahead_s = 0.0
+        self.started_at = self.stopped_until = self._wake_at = self.wall_ahead_s = 0.0
         self.is_over = False
         self.num_boots = 0
 
@@ -81,7 +81,7 @@ class BrokerProcess:
         self.machine = self.restored()
         self.num_boots += 1
         self.is_over = False
-        self._wake_at = world.now
+        self.started_at = self._wake_at = world.now
         world.trace(f"broker starts ({self.num_boots})")
         world.invariants.started()
         for process in list(world.processes.values()) if self.num_boots > 1 else ():

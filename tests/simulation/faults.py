@@ -20,6 +20,11 @@ def kill_broker(world: "World") -> None:
     world.broker.crash(down_s=world.random.expovariate(0.5))
 
 
+def lose_broker_for_a_minute(world: "World") -> None:
+    """Its machine is replaced: every client counts as silent and every lease is over when it is back."""
+    world.broker.crash(down_s=60.0)
+
+
 def kill_broker_within_a_turn(world: "World") -> None:
     """Between decide and commit, in the commit, between commit and replies, or among the replies of the next turn."""
     world.broker.crash_at = world.random.choice(CRASH_POINTS)
@@ -176,6 +181,7 @@ FAULTS: dict[str, tuple[Callable[["World"], None], int]] = {
     fault.__name__: (fault, weight)
     for fault, weight in (
         (kill_broker, 3),
+        (lose_broker_for_a_minute, 1),
         (kill_broker_within_a_turn, 4),
         (cut_power_of_broker, 1),
         (stop_broker, 1),

@@ -106,4 +106,5 @@ def _rules(rng: random.Random, num_steps: int | None, patience: float, *, evalua
         eval_interval=rng.choice([0, 2]),
         over_sampling=rng.choice([0, 0, 2 * batch_size]),
         masks_offpolicy=rng.random() < 0.7,
+        max_freed_bytes=1 if batch_size > 1 else 1 << 20,
     )

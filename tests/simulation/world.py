@@ -64,7 +64,7 @@ class World:
         self.trainer = Trainer(self, "t")
         self.workers = [Worker(self, self.scenario.name_of(i), plan) for i, plan in enumerate(self.scenario.workers)]
         if faults:
-            fault_kinds.begin(self, only)
+            fault_kinds.schedule_faults(self, only)
 
     @property
     def rules(self) -> Rules:

@@ -5,6 +5,7 @@ import logging
 import math
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -191,13 +192,18 @@ class CheckpointSchedule:
         self.interval, self.keep = trainer.save_interval, trainer.keep_checkpoints
         self.num_rollout = resolved.config.rollout.num_rollout
         self.save_hf = resolved.run_dir / trainer.save_hf if trainer.save_hf else None
-        self.saved_step = 0
-        """What the newest complete checkpoint goes on with."""
+        self.saved_step, self._saved_at = 0, time.monotonic()
+        """What the newest complete checkpoint goes on with, and when it was completed or loaded, or this process began."""
         self.lineage = ""
         """Of this trainer; one that goes on from its checkpoints says so to the broker."""
         self.position = 0
         """Of a critic: up to which the groups of the bus are learned."""
         self._writing: BackgroundSave | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds for which no checkpoint was completed: what a crash costs now, apart from the restart."""
+        return time.monotonic() - self._saved_at
 
     def resume(self, policy: Learner) -> Progress:
         """Load the newest checkpoint that is whole, if a node has one; how far it is."""
@@ -246,7 +252,7 @@ class CheckpointSchedule:
         assert self._writing is not None  # begun above
         writing, self._writing = self._writing, None
         writing.finish(self.keep, LAST_SAVE_S)
-        self.saved_step = next_step
+        self.saved_step, self._saved_at = next_step, time.monotonic()
 
     def _begin_save(self, policy: Learner, next_step: int, version: int) -> None:
         if self._writing:
@@ -261,7 +267,7 @@ class CheckpointSchedule:
         writing, self._writing = self._writing, None
         try:
             writing.finish(self.keep, LAST_SAVE_S)
-            self.saved_step = writing.step
+            self.saved_step, self._saved_at = writing.step, time.monotonic()
         except SlimebusError as bad:
             if bad.code != "checkpoint":
                 raise

@@ -31,7 +31,7 @@ METRICS = {
     *("loss", "grad_norm", "lr", "updated", "nonfinite", "entropy", "kl_loss", "approx_kl", "logprob_mismatch_mean"),
     *("logprob_mismatch_max", "grad_cosine", "samples", "samples_trained", "tokens", "tokens_trained", "zero_variance_groups"),
     *("tokens_per_s", "mfu", "reward", "lag_mean", "lag_max", "num_samples", "num_tokens", "rejected_groups"),
-    *("wait_s", "train_s", "publish_s", "save_s", "elapsed_s"),
+    *("wait_s", "train_s", "publish_s", "save_s", "checkpoint_age_s", "elapsed_s"),
 }
 """Of the trainer itself: no measure of a plug-in may have one of these names, nor begin with one of METRIC_FOLDERS."""
 METRIC_FOLDERS = ("lag/", "mismatch/", "weights_", "wrong_weight/")

@@ -166,7 +166,7 @@ class NoPublication:
 class ReplayStart:
     """In place of the checkpoints of a run: a replay begins with the newest of them before its first step, and saves none."""
 
-    lineage = ""
+    lineage, age_s = "", 0.0
 
     def __init__(self, resolved: Resolved, folder: Path, source: ReplaySource | None) -> None:
         self.directory, self.folder, self.source = resolved.run_dir / "checkpoints", folder, source

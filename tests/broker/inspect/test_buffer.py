@@ -1,11 +1,12 @@
 """What is written can be listed, exported, imported byte for byte, and verified."""
 
+import contextlib
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from broker.inspect.export import export_groups, read_groups
 from broker.inspect.reader import open_snapshot
 from broker.inspect.show import _sample as show_lines
 from broker.inspect.verify import verify
+from broker.state.effects import Table
 from broker.state.groups import Group, LateField, LeaseRecord, field_key
 from broker.state.records import Meta, StepRecord
 from broker.store import LmdbStore, Write
@@ -197,6 +199,48 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
     file.write_text(f'{{"prompt": "good"}}\n{line}\n')
     with pytest.raises(DataError, match=rf"bad.jsonl:2: .*{reason}"):
         list(read_groups(file))
+
+
+def test_a_step_of_which_a_part_is_freed_is_whole(run_dir: Path) -> None:
+    store = LmdbStore(run_dir / "broker", is_synced=False)
+    writes = [Write("meta", "meta", msgspec.msgpack.encode(Meta(run="r", next_step=1, oldest_kept_step=1, cursor=6, ended={"dead": 1})))]
+    writes += [Write(table, "0/0", None) for table in ("groups", "payloads", "prompts")]
+    (left,) = [msgspec.msgpack.decode(bytes(value), type=Group) for key, value in store.scan("groups") if key == "0/1"]
+    left.phase = "committed"
+    record = StepRecord(step=0, version=0, groups=["0/0", "0/1"], is_committed=True)
+    writes += [Write("groups", "0/1", msgspec.msgpack.encode(left)), Write("steps", "0", msgspec.msgpack.encode(record))]
+    store.commit(writes)
+    store.close()
+    assert command("verify", "--run-dir", str(run_dir)).stdout.startswith("ok: ")
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_backup_is_the_store_of_one_moment_and_a_run_directory(run_dir: Path, tmp_path: Path, is_open: bool) -> None:
+    with contextlib.ExitStack() as stack:
+        if is_open:
+            stack.callback(LmdbStore(run_dir / "broker", is_synced=False).close)
+        done = command("backup", "--run-dir", str(run_dir), "--out", str(tmp_path / "backup"))
+    assert done.returncode == 0, done.stderr
+    assert command("verify", "--run-dir", str(tmp_path / "backup")).stdout.startswith("ok: ")
+    tables = [dict(open_all(folder)) for folder in (run_dir, tmp_path / "backup")]
+    assert tables[0] == tables[1]
+    again = command("backup", "--run-dir", str(run_dir), "--out", str(tmp_path / "backup"))
+    assert (again.returncode, "exists" in again.stderr) == (2, True)
+
+
+def open_all(run_dir: Path) -> Iterator[tuple[str, bytes]]:
+    with open_snapshot(run_dir) as snapshot:
+        for table in get_args(Table):
+            yield from ((f"{table} {key}", bytes(snapshot.records.get(table, key) or b"")) for key in snapshot.records.keys(table))
+
+
+def test_a_backup_without_room_says_so_and_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", 1) as disk:
+        fill_disk(disk, leave_bytes=8192)
+        done = command("backup", "--run-dir", str(run_dir), "--out", str(disk / "backup"))
+        assert done.returncode == 2
+        assert "cannot be copied to" in done.stderr
+        assert not (disk / "backup" / "broker").exists()
 
 
 def test_a_whole_store_verifies(run_dir: Path) -> None:

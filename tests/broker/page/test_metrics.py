@@ -73,6 +73,18 @@ def test_a_metric_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
     assert not {"huge", "odd", "loss"} & set(" ".join(names).replace("_", " ").split())
 
 
+def test_a_full_disk_and_a_broken_allow_list_are_problems(tmp_path: Path) -> None:
+    store = {"path": "/run", "free_bytes": 5, "problem": "the disk is full"}
+    status = {"store": store, "security": {"problem": ""}, "refused": {"unknown key": 3}}
+    found = parsed(exposition(status, History(tmp_path)))
+    assert {labels: value for (name, labels), value in found.items() if name == "slimebus_broker_problem"} == {
+        (("of", "store"),): 1.0,
+        (("of", "security"),): 0.0,
+    }
+    assert found["slimebus_broker_store_free_bytes", ()] == 5.0
+    assert found["slimebus_broker_refused", (("reason", "unknown key"),)] == 3.0
+
+
 def test_without_its_broker_a_run_is_down_and_what_is_on_record_stays(tmp_path: Path) -> None:
     assert parsed(exposition({}, History(tmp_path))) == {("slimebus_broker_up", ()): 0.0, ("slimebus_broker_stalled_seconds", ()): 0.0}
 
@@ -91,6 +103,7 @@ def test_each_name_of_the_broker_and_of_evaluations_is_documented(begun_desk: An
     history = History(tmp_path)
     history.evaluations["held", 0] = dict.fromkeys(("mean_reward", "low", "high", "version", "num_samples", "num_failed"), 1)
     status = desk.status | {"waste": {"stale": {"groups": 1, "tokens": 1}}, "counted": {"x": 1}, "moves": {"x": 1}}
+    status |= {"store": dict.fromkeys(("size_bytes", "used_bytes", "free_bytes", "unwritten_s"), 1), "security": {}, "refused": {"busy": 1}}
     status["lag"] = status["lag"] | {"histogram": {"1": 1}}
     names = {name for name, _ in parsed(exposition(status, history)) if name.startswith(("slimebus_broker", "slimebus_eval"))}
     text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text().partition("## The run")[2]

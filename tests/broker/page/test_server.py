@@ -109,6 +109,14 @@ def test_the_token_is_asked_for_and_becomes_a_cookie(visited: Any) -> None:
     assert visited(ask, shows_token=False) == [403] * 6 + [200, 303, 200]
 
 
+def test_probes_alone_ask_for_no_token_and_say_that_no_broker_answers(visited: Any) -> None:
+    async def ask(client: Any) -> list[tuple[int, str]]:
+        answers = [await client.get(path, headers={"Host": "node7:8080"}) for path in ("/healthz", "/readyz", "/readyz?name=w1")]
+        return [(answer.status, await answer.text()) for answer in answers]
+
+    assert visited(ask, shows_token=False) == [(503, "the broker has not answered yet\n")] * 3
+
+
 def test_secrets_of_the_config_are_not_shown(visited: Any) -> None:
     async def ask(client: Any) -> str:
         return str(await (await client.get("/config")).text())

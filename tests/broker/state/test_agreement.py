@@ -57,6 +57,25 @@ def test_trainer_and_worker_of_different_models_are_told_in_either_order(new_des
         assert desk.ask("third", hello(second, instance="3", **one), epoch=0, is_alone=True).differences == []
 
 
+def test_thousands_that_differ_alike_are_a_few_lines(new_desk: Any) -> None:
+    desk = new_desk(agreed=RUN, max_clients=4096)
+    for i in range(1000):
+        (told,) = desk.ask(f"w{i}", hello(rollout__rm_type='"math"'), epoch=0).differences
+        assert f"w{i} has" in told
+    lines = [note for note in desk.notes if "rm_type" in note]
+    assert len(lines) == 10
+    assert lines[0].endswith("w0 follows its own")
+    assert lines[-1].endswith("w511 follows its own (512 times so far)")
+
+
+def test_a_trainer_hears_once_of_workers_with_one_other_model(new_desk: Any) -> None:
+    desk = new_desk(agreed=RUN)
+    for i in range(5):
+        desk.ask(f"w{i}", hello(model__hf_checkpoint="bbbb"), epoch=0)
+    (told,) = desk.ask("t", hello("trainer", model__hf_checkpoint="aaaa"), epoch=0).differences
+    assert "hash bbbb" in told
+
+
 def test_settings_without_a_bound_are_refused(new_desk: Any) -> None:
     desk = new_desk(agreed=RUN)
     assert desk.ask("w", hello(x="y" * 600), epoch=0).code == "protocol"

@@ -81,6 +81,35 @@ def test_commit_is_idempotent_counts_lag_and_frees_under_a_checkpoint(desk: Any)
     assert [row["step"] for row in desk.rows] == [0, 1]
 
 
+def test_samples_under_a_checkpoint_are_freed_in_several_turns_also_after_a_restart(new_desk: Any) -> None:
+    desk = new_desk(max_freed_bytes=1)
+    desk.begin()
+    desk.fill(4)
+    desk.train(0)
+    desk.train(1, checkpoint=2)
+    assert desk.status["groups"]["committed"] == 3, "the commit frees the first group"
+    for left in (2, 1, 0):
+        assert desk.machine.next_deadline() <= desk.now + batches.FREE_PAUSE_S
+        if left == 1:
+            desk.restart()
+        desk.pass_time(batches.FREE_PAUSE_S)
+        assert desk.status["groups"]["committed"] == left
+    desk.pass_time(batches.FREE_PAUSE_S)
+    assert [*desk.store.scan("payloads"), *desk.store.scan("prompts"), *desk.store.scan("steps")] == []
+    assert desk.machine.next_deadline() > desk.now + batches.FREE_PAUSE_S
+
+
+def test_a_trainer_that_resumes_finds_all_freed_that_its_checkpoint_lets_go(new_desk: Any) -> None:
+    desk = new_desk(max_freed_bytes=1)
+    desk.begin()
+    desk.fill(4)
+    desk.train(0)
+    desk.train(1, checkpoint=2)
+    assert desk.ask("t", m.Resume(step=2, version=2, lineage="M", parent="L")) == m.Ok()
+    assert desk.status["groups"]["committed"] == 0
+    assert [*desk.store.scan("payloads"), *desk.store.scan("steps")] == []
+
+
 def test_a_commit_tells_how_its_groups_came_to_be_trained_and_forgets_it(desk: Any) -> None:
     first, second = desk.lease(2)
     desk.now += 1

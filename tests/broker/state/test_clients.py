@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from broker.state import status
 from broker.state.clients import FORGET_S
 from slimebus.bus import messages as m
+from slimebus.bus import protocol
 
 
 def test_the_same_instance_keeps_its_epoch_and_another_fences_it(desk: Any) -> None:
@@ -78,6 +80,26 @@ def test_a_process_that_is_called_as_its_role_is_named_once(new_desk: Any) -> No
     desk.ask("trainer", m.Heartbeat(state="starting: loads its model"))
     assert "trainer is starting: loads its model" in desk.status["waiting"]
     assert "everyone waits for trainer, which has joined and is loading" in desk.status["waiting"]
+
+
+def test_of_more_processes_than_the_status_lists_the_sick_come_first(new_desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = new_desk()
+    for name in ("w1", "w2", "silent", "w3", "blocked", "t"):
+        desk.join(name, "trainer" if name == "t" else "rollout")
+    desk.now += 5
+    for name in ("w1", "w2", "w3", "t"):
+        desk.ask(name, m.Heartbeat())
+    desk.ask("blocked", m.Heartbeat(blocked_s=9.0))
+    assert [client["name"] for client in desk.status["clients"]] == ["t", "silent", "blocked", "w1", "w2", "w3"]
+    monkeypatch.setattr(status, "MAX_CLIENTS", 3)
+    assert [client["name"] for client in desk.status["clients"]] == ["t", "silent", "blocked"]
+
+
+def test_the_status_names_the_release_of_each_process(desk: Any) -> None:
+    desk.ask("x", m.Hello(role="rollout", instance="1", release="0.0.9" + "x" * 999), epoch=0)
+    desk.restart()
+    assert {c["name"]: c["release"] for c in desk.status["clients"]}["x"] == ("0.0.9" + "x" * 999)[:64]
+    assert desk.status["release"] == protocol.release()
 
 
 def test_status_needs_no_hello_and_no_run(desk: Any) -> None:

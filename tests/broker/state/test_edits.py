@@ -74,7 +74,7 @@ def test_groups_in_play_are_dropped_with_the_reason_and_can_be_replayed(desk: An
     if phase == "leased":
         assert desk.put(group).result == "discarded"
     assert edit(desk, "replay", group.group).done == {group.group: "queued"}
-    assert desk.store.get("prompts", group.group) == b"prompt"
+    assert desk.store.get("prompts", group.group) == b"\xa6prompt"
 
 
 def test_what_the_trainer_has_is_not_replayed(desk: Any) -> None:

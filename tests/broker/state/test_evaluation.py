@@ -37,6 +37,14 @@ def test_the_first_version_is_evaluated_ahead_of_training(begun_desk: Any) -> No
     assert len(desk.lease(99)) == 3, "and do not count in admission"
 
 
+def test_evaluations_that_are_asked_for_do_not_keep_training_from_beginning(begun_desk: Any) -> None:
+    desk = begun_desk(samples_per_prompt=3, eval_datasets=HELD, eval_first=False)
+    for key in ("a", "b", "c"):
+        desk.ask("c", m.Evaluate(key=key, wait_s=0.0), epoch=0)
+    kinds = [group.kind for group in desk.lease(4)]
+    assert kinds.count("train") >= 2
+
+
 def test_a_trainer_without_a_batch_is_told_that_workers_sample_an_evaluation(begun_desk: Any) -> None:
     desk = begun_desk(samples_per_prompt=3, eval_datasets=HELD)
     assert [group.kind for group in desk.lease(2)] == ["eval", "eval"]
@@ -125,7 +133,7 @@ def test_wilsons_interval_is_that_of_the_paper() -> None:
 
 def test_results_are_kept_for_a_bounded_number_of_evaluations(begun_desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "MAX_DONE", 2)
-    desk = begun_desk(samples_per_prompt=3, eval_datasets=HELD, eval_first=False)
+    desk = begun_desk(prompts=0, samples_per_prompt=3, eval_datasets=HELD, eval_first=False)
     for key in "abc":
         desk.ask("op", m.Evaluate(key=key), run="")
         for group in desk.lease(2):

@@ -88,7 +88,7 @@ def test_a_group_whose_samples_all_failed_is_tried_again_and_then_dead(begun_des
     assert desk.status["groups"]["dead"] == 1
     assert desk.lease()[0].group == "0/1"
     assert [key for key, _ in desk.store.scan("ended")] == ["0/0"]
-    assert desk.store.get("prompts", "0/0") == b"prompt", "a dead group can be replayed"
+    assert desk.store.get("prompts", "0/0") == b"\xa6prompt", "a dead group can be replayed"
 
 
 def test_give_back_requeues_drops_or_fails(desk: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rooms with doors: each table of the state has one file that writes it, and others ask that file's functions."""
+"""Each table of the state has one owner, the file that writes it; other files call its functions."""
 
 import ast
 from collections import defaultdict
@@ -87,7 +87,7 @@ def test_each_field_of_the_state_is_written_by_its_owner_alone() -> None:
     alone, owners, found = of_state(), of_records(), writers()
     assert found["clients"] == {"clients"}
     foreign = {name: sorted(files) for name, files in found.items() if len(files - owners[name]) > (name in alone)}
-    assert not foreign, "ask its owner for a function that does it"
+    assert not foreign, "call a function of the owner, or add one there"
 
 
 def test_no_field_is_written_by_its_name() -> None:

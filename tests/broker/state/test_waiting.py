@@ -48,12 +48,12 @@ def test_a_wait_that_is_not_0_to_600_seconds_is_refused(busy: Any, kind: str, wa
     name, ask = asks()[kind]
     ask.wait_s = wait_s
     refused = busy.ask(name, ask)
-    assert (refused.code, "`$.wait_s`" in refused.text) == ("protocol", True)
+    assert (refused.code, "`body.wait_s`" in refused.text) == ("protocol", True)
 
 
 @pytest.mark.parametrize("want", [0, -3])
 def test_a_lease_of_nothing_is_refused(busy: Any, want: int) -> None:
-    assert "Expected `int` >= 1 - at `$.want`" in busy.ask("w", m.Lease(want=want, wait_s=1.0)).text
+    assert "Expected `int` >= 1 - at `body.want`" in busy.ask("w", m.Lease(want=want, wait_s=1.0)).text
 
 
 def test_a_lease_that_waits_when_the_run_finishes_is_answered_at_once(begun_desk: Any) -> None:

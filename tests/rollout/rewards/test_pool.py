@@ -21,7 +21,7 @@ import pytest
 from waiting import has_ended, wait_until
 
 from rollout.rewards import pool
-from rollout.rewards.reward import Reward
+from rollout.rewards.pool import Reward
 from rollout.rewards.wire import RewardSpec
 from rollout.samples.response import Response, Task
 

@@ -11,7 +11,7 @@ import pytest
 from waiting import wait_until
 
 from rollout.rewards import code, dapo, deepscaler, exact, f1, gpqa, math, random
-from rollout.rewards.reward import find_reward
+from rollout.rewards.pool import find_reward
 from rollout.samples.response import Response, Task
 from slimebus.bus.errors import HookError, UsageError
 from slimebus.config import resolve

@@ -102,7 +102,7 @@ def test_a_command_sees_no_hidden_folder_and_no_other_process_and_ends_with_its_
         (tmp_path / name).mkdir()
         (tmp_path / name / "key").write_text(name)
     reads = f"cat {tmp_path}/*/key /proc/{os.getpid()}/environ; umount {tmp_path}/hidden; cat {tmp_path}/hidden/key; id -u; cat"
-    command = slimebus.process.process_guard.guarded(["sh", "-c", f"{reads}; sleep 987 & echo; wait"], [tmp_path / "hidden"])
+    command = slimebus.process.process_guard.guarded_command(["sh", "-c", f"{reads}; sleep 987 & echo; wait"], [tmp_path / "hidden"])
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

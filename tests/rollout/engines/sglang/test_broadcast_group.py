@@ -89,33 +89,27 @@ def test_an_engine_that_joins_receives_the_tensors_one_after_another(tmp_path: P
     asyncio.run(run())
 
 
-def test_an_engine_that_does_not_come_is_waited_for_no_longer_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "JOIN_TIMEOUT_S", 1.0)
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"comes": False}, r"http://engine: no engine came to 127.0.0.1:\d+ within 1 s"),
+        ({"leaves_early": True}, "the engine did not take its weights within 1 s"),
+        ({"refuses": True}, "no update is open"),
+    ],
+    ids=["does not come", "dies in the middle", "refuses in words of its own"],
+)
+def test_an_engine_that_fails_ends_the_update_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, bool], said: str
+) -> None:
+    monkeypatch.setattr(weights, "JOIN_TIMEOUT_S", 1.0 if "comes" in engine else 30.0)
+    monkeypatch.setattr(weights, "SEND_TIMEOUT_S", 1.0)
+
+    async def run() -> None:
+        group = group_of(Peer(**engine))
+        await group.open()
+        await group.send(tensors(tmp_path), "L:1")
+
     began = time.monotonic()
-    with pytest.raises(WeightsError, match=r"http://engine: no engine came to 127.0.0.1:\d+ within 1 s"):
-        asyncio.run(group_of(Peer(comes=False)).open())
+    with pytest.raises(WeightsError, match=said):
+        asyncio.run(run())
     assert time.monotonic() - began < 20
-
-
-def test_an_engine_that_dies_in_the_middle_ends_the_update_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "SEND_TIMEOUT_S", 1.0)
-
-    async def run() -> None:
-        group = group_of(Peer(leaves_early=True))
-        await group.open()
-        with pytest.raises(WeightsError, match="the engine did not take its weights within 1 s"):
-            await group.send(tensors(tmp_path), "L:1")
-
-    asyncio.run(run())
-
-
-def test_what_the_engine_says_of_a_refusal_is_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "SEND_TIMEOUT_S", 1.0)
-
-    async def run() -> None:
-        group = group_of(Peer(refuses=True))
-        await group.open()
-        with pytest.raises(WeightsError, match="no update is open"):
-            await group.send(tensors(tmp_path), "L:1")
-
-    asyncio.run(run())
