@@ -204,7 +204,7 @@ def test_a_warm_up_that_fails_its_check_goes_on(tmp_path: Path, monkeypatch: pyt
         (file.parent / "hf" / "config.json").write_text(str(len(files)))
 
     monkeypatch.setattr(quickstart, "run_stage", run_stage)
-    monkeypatch.setattr(quickstart.report, "read", lambda folder: rows)
+    monkeypatch.setattr(quickstart.report, "read_report", lambda folder: rows)
     model = quickstart.warm_up(tmp_path, 0, 100)
     assert len(files) == stages
     assert model == files[-1].parent / "hf"

@@ -41,7 +41,7 @@ class Stop:
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """The plans that the other ranks hear of; a turn is 60 looks long."""
     plans: list[StepPlan] = []
-    monkeypatch.setattr(loop.parallel, "share", lambda plan, form: plans.append(plan) or plan)
+    monkeypatch.setattr(loop.parallel, "broadcast_value", lambda plan, form: plans.append(plan) or plan)
     clock = iter(range(10**6))
     monkeypatch.setattr("trainer.loop.time.monotonic", lambda: float(next(clock)))
     return plans

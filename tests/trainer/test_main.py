@@ -16,7 +16,7 @@ from trainer.session.broker_session import BrokerSession
 
 def test_what_runs_before_the_broker_is_joined_needs_no_torch() -> None:
     code = """
-import sys, trainer.process, trainer.checkpoint.folder
+import sys, trainer.main, trainer.checkpoint.folder
 assert not {"torch", "megatron.core", "transformers"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)

@@ -294,7 +294,7 @@ def test_a_frozen_model_is_served_beside_the_policy_and_gets_no_weights(model: P
         assert [(engine.state.model, engine.state.phase) for engine in (actor, judge)] == [("actor", "serving"), ("judge", "serving")]
         assert (await actor.client.weight_version(), await judge.client.weight_version()) == ("L:2", "default")
         (completion,) = await engines.generate([[1, 2]], [SHORT], model="judge")
-        assert engines.runs(completion, is_frozen=True) == [(-1, 3)]
+        assert engines.version_runs(completion, is_frozen=True) == [(-1, 3)]
         assert (await engines.sample([task(SHORT)]))[0].versions == [(2, 3)]
 
     run(model, talk, sglang_config=str(file))

@@ -74,7 +74,7 @@ def test_a_negative_value_reaches_the_broker_which_says_what_is_wrong(
     def visit(*given: Any, **how: Any) -> Iterator[Asked]:
         yield asked
 
-    monkeypatch.setattr(set_command, "visit", visit)
+    monkeypatch.setattr(set_command, "connect_without_joining", visit)
     done = CliRunner().invoke(root, ["set", *words])
     assert done.exit_code == 0, done.output
     assert asked.settings == settings

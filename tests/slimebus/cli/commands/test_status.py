@@ -100,7 +100,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(status, "PLAIN_POLL_S", 0.0)
     monkeypatch.setattr(run_status, "ask_status", ask)
-    monkeypatch.setattr(run_status, "visit", lambda *given, **how: nullcontext("a client"))
+    monkeypatch.setattr(run_status, "connect_without_joining", lambda *given, **how: nullcontext("a client"))
     return said
 
 
@@ -245,7 +245,7 @@ def test_a_broker_of_another_run_does_not_stand_for_the_one_that_is_over(run_dir
         raise SlimebusError("this broker serves run 'theirs'", code="wrong_run")
         yield
 
-    monkeypatch.setattr(run_status, "visit", visit)
+    monkeypatch.setattr(run_status, "connect_without_joining", visit)
     write(run_dir, "finished")
     done = CliRunner().invoke(root, ["status", "run.yaml", "--name", "mine"])
     assert (done.exit_code, "serves run 'theirs'" in done.output) == (0, True)

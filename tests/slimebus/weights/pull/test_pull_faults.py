@@ -285,7 +285,7 @@ def test_a_publisher_with_no_address_is_an_error(address: str) -> None:
 @pytest.mark.parametrize("serves", ["x" * 600, "nonsense", "inproc://x"])
 def test_a_worker_cannot_have_others_told_an_address_that_is_none(closing: Any, serves: str) -> None:
     _, server = publish(closing, {"w": noise(0.1)}, degree=1)
-    with pytest.raises(WeightsError, match=r"at `\$.serves`"):
+    with pytest.raises(WeightsError, match=r"at `body.serves`"):
         closing(WeightPuller([server.endpoint], relay=RelayPayloads(), serves=serves)).pull(deadline_s=5.0)
 
 
