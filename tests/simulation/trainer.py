@@ -91,6 +91,7 @@ class Trainer(Actor):
         self.announced = m.NO_VERSION
         self.rejected: list[int] = []
         self.num_rejecting = 0
+        self.before_saving = m.Heartbeat()
         self.is_training = self.is_done = self.has_resumed = False
         super().__init__(world, name, take_over=take_over)
 
@@ -244,7 +245,8 @@ class Trainer(Actor):
     def _save(self) -> None:
         """A checkpoint becomes the newest once the broker says that no other trainer has taken over."""
         if self.world.random.random() < CHECKPOINT_CHANCE:
-            self.ask(self.beat(), lambda *_: self._saved(), timeout_s=TIMEOUT_RESENDS * self.world.scenario.resend_s)
+            self.before_saving = self.beat()
+            self.ask(self.before_saving, lambda *_: self._saved(), timeout_s=TIMEOUT_RESENDS * self.world.scenario.resend_s)
         else:
             self._commit()
 
@@ -281,6 +283,13 @@ class Trainer(Actor):
             self.world.extend()
 
     # --- refusals ---
+
+    def unreachable(self, request: Request) -> None:
+        """Without an answer before it saves, a trainer does not know whether another one has its place: it ends."""
+        if request.message is self.before_saving:
+            self.crash()
+        else:
+            super().unreachable(request)
 
     def _was_chosen_anew(self, message: m.Message) -> bool:
         """The fetch was sent before its batch, or one before it, was rejected."""
