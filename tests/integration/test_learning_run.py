@@ -16,7 +16,7 @@ KEYS = (
     *("trainer_idle", "worker_idle", "seed"),
 )
 STEPS = 10
-LEAVE_S = 5.0
+LEAVE_S = 10.0
 
 
 def quickstart(run: Run, *flags: str) -> Process:
