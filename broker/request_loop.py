@@ -116,7 +116,7 @@ class Broker:
             self.close()
 
     def run_once(self, max_wait_s: float) -> int:
-        """One burst: receive, decide, commit, answer. Returns how many requests it had. Raises StoreError as `_commit` does."""
+        """One burst: receive, decide, commit, answer. Returns how many requests it had. Raises StoreError as its commit does."""
         self.num_turns += 1
         before = self._store_problem
         collect_s = COLLECT_S if self._all_heard and len(self.machine.state.clients) >= COLLECT_FROM else 0.0
@@ -183,7 +183,7 @@ class Broker:
             else:
                 said.append(effect)
         if writes:
-            self._commit(list(writes.values()))
+            self._commit_until_written(list(writes.values()))
         for effect in said:
             self._emit(effect, writes)
 
@@ -244,7 +244,7 @@ class Broker:
             log.warning("the broker's store has room again; samples are taken and groups leased")
         self._store_problem = text
 
-    def _commit(self, writes: Sequence[Write]) -> None:
+    def _commit_until_written(self, writes: Sequence[Write]) -> None:
         """Have these written, however long that takes: none of them is answered, and nothing else decided, until they are.
 
         Meanwhile every request is answered with the problem, to be asked again, and the time does not count. Raises StoreError

@@ -5,7 +5,7 @@ The groups of a step are chosen once and stay chosen until the step is committed
 
 import math
 
-from broker.state import admission, choice, consumers, diagnosis, prompts, settings, staleness, transitions
+from broker.state import admission, autopilot, choice, consumers, diagnosis, prompts, staleness, transitions
 from broker.state.broker_state import FILTERED, State
 from broker.state.effects import Event
 from broker.state.groups import ASSIGNED, COMMITTED, LEASED, QUEUED, READY, Group, Phase
@@ -150,7 +150,7 @@ def _commit(state: State, record: StepRecord, done: Commit) -> None:
     state.recent.append(row)
     state.record(row)
     state.record_history(record.step, groups, metrics)
-    settings.adjust_bound(state)
+    autopilot.adjust_bound(state)
 
 
 def _warn_of_kept(state: State) -> None:

@@ -40,11 +40,11 @@ from trainer.compat import cpu_compat
 cpu_compat.import_megatron()
 
 from trainer.batches.batch import Batch, TrainingGroup  # noqa: E402
-from trainer.checkpoint import schedule  # noqa: E402
+from trainer.checkpoint import save  # noqa: E402
 from trainer.checkpoint.folder import Progress  # noqa: E402
 from trainer.checkpoint.load import load_checkpoint  # noqa: E402
 from trainer.checkpoint.rank_file import write_rank_file  # noqa: E402
-from trainer.checkpoint.schedule import BackgroundSave  # noqa: E402
+from trainer.checkpoint.save import BackgroundSave  # noqa: E402
 from trainer.critic.critic import Critic  # noqa: E402
 from trainer.mismatch import engine_mismatch  # noqa: E402
 from trainer.model import hf_export, parallel  # noqa: E402
@@ -198,11 +198,11 @@ def train(asked: dict) -> None:
     after = policy.train(batch(3))
     if asked.get("killed"):
         out.write_text(json.dumps({"after_save": after}))
-        schedule.write_rank_file = write_half_and_die
+        save.write_rank_file = write_half_and_die
         BackgroundSave(folder, policy, Progress(4, 8, policy.num_updates)).finish(keep=1)
     if "full_disk" in asked:
         if asked["full_disk"] == os.environ["RANK"]:
-            schedule.write_rank_file = fail_to_write
+            save.write_rank_file = fail_to_write
         try:
             BackgroundSave(folder, policy, Progress(4, 8, policy.num_updates)).finish(keep=1)
         except SlimebusError as bad:

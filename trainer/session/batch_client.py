@@ -6,7 +6,6 @@ commit(s): frees the groups of every step before the oldest checkpoint kept
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from slimebus.config import RunConfig
 from trainer.batches.batch import TrainingGroup
 from trainer.batches.flatten import advantage_problems, check_sample, is_failed
 from trainer.objective.objective import Objective
-from trainer.session.step_batch import StepBatch, lag_of
+from trainer.session.step_batch import StepBatch, checked_lag
 
 log = logging.getLogger("trainer")
 
@@ -172,13 +171,3 @@ class BatchClient:
         """Stop asking, also a broker that does not answer."""
         self._leaving.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def checked_lag(sample: Sample, batch: BatchReply) -> int:
-    """Staleness of one sample, recomputed from its tokens: the bound of its batch holds without trust in the broker."""
-    lag = lag_of(sample, batch.version)
-    bound = math.inf if batch.max_staleness is None else batch.max_staleness
-    if not 0 <= lag <= bound:
-        what = f"a sample of version {batch.version - lag} in training of version {batch.version}"
-        raise SlimebusError(f"{what}; max_staleness is {bound:g}; nothing was trained on it", code="too_stale")
-    return lag

@@ -2,6 +2,7 @@
 (trainer/session/broker_session.py), a folder (trainer/session/replay.py), or a test.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,7 +10,8 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from slimebus.bus.messages import NO_VERSION
+from slimebus.bus.errors import SlimebusError
+from slimebus.bus.messages import NO_VERSION, BatchReply
 from slimebus.bus.sample_table import oldest_version
 from slimebus.bus.samples import Sample
 from trainer.batches.batch import TrainingGroup
@@ -38,6 +40,16 @@ def lag_of(sample: Sample, version: int) -> int:
     """How many versions before `version` the oldest of its trained tokens was made; 0 where no policy made them."""
     oldest = oldest_version(sample.versions, sample.loss_mask)
     return 0 if oldest == NO_VERSION else version - oldest
+
+
+def checked_lag(sample: Sample, batch: BatchReply) -> int:
+    """Staleness of one sample, recomputed from its tokens: the bound of its batch holds without trust in the broker."""
+    lag = lag_of(sample, batch.version)
+    bound = math.inf if batch.max_staleness is None else batch.max_staleness
+    if not 0 <= lag <= bound:
+        what = f"a sample of version {batch.version - lag} in training of version {batch.version}"
+        raise SlimebusError(f"{what}; max_staleness is {bound:g}; nothing was trained on it", code="too_stale")
+    return lag
 
 
 class StepBatch(msgspec.Struct):

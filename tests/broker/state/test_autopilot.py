@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from broker.state.settings import ESS, WINDOW
+from broker.state.autopilot import ESS, WINDOW
 from slimebus.bus import messages as m
 
 

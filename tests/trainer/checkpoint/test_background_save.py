@@ -10,10 +10,11 @@ import torch
 
 from slimebus.bus.errors import SlimebusError
 from trainer.checkpoint import folder
-from trainer.checkpoint import schedule as saving
+from trainer.checkpoint import save as saving
 from trainer.checkpoint.folder import Progress, oldest_step, saved_step
 from trainer.checkpoint.load import load_checkpoint
-from trainer.checkpoint.schedule import BackgroundSave, CheckpointSchedule
+from trainer.checkpoint.save import BackgroundSave
+from trainer.checkpoint.schedule import CheckpointSchedule
 
 
 @pytest.fixture
