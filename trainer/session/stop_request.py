@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -19,6 +20,8 @@ RANK0_ERROR_GRACE_S = 5.0
 """How long a rank other than 0 that fails lets rank 0 say what is wrong: mostly it is the same, and the launcher then ends the others."""
 FIRST_ERROR_S = 2.0
 """How long rank 0 waits with an error that may be the death of another rank: the launcher, which names that one, ends it meanwhile."""
+WAKE_S = 0.5
+"""How long after a signal the main thread is interrupted once more."""
 POLL_S = 5
 """How often after the signal the deadline is looked at, and whether the broker, which may have been stopped too, still answers."""
 
@@ -37,6 +40,19 @@ class StopRequest:
         self._deadline = float("inf")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGURG, lambda *_: None)
+        signals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        threading.Thread(target=self._wake_main_thread, args=(signals,), name="stop-request", daemon=True).start()
+
+    @staticmethod
+    def _wake_main_thread(signals: int) -> None:
+        """Python handles a signal that comes just before the main thread waits for another thread only once that wait ends: end it."""
+        while numbers := os.read(signals, 64):
+            if any(number != signal.SIGURG for number in numbers):
+                time.sleep(WAKE_S)
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:

@@ -3,7 +3,9 @@
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,7 +14,7 @@ from trainer.launch.plan import LAUNCHED
 from trainer.session import stop_request
 from trainer.session.stop_request import StopRequest
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGURG)
 
 
 @pytest.fixture
@@ -20,6 +22,7 @@ def stop() -> Iterator[StopRequest]:
     before = {number: signal.getsignal(number) for number in NUMBERS}
     yield StopRequest()
     signal.alarm(0)
+    signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -35,6 +38,26 @@ def test_the_first_signal_is_left_to_the_loop_and_outside_of_it_interrupts(stop:
         assert stop.is_made
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
+
+
+def test_a_signal_that_interrupts_no_wait_of_the_main_thread_is_handled_soon(stop: StopRequest) -> None:
+    """As one that comes just before the wait; here another thread gets it."""
+
+    def send_and_watch() -> bool:
+        time.sleep(0.1)
+        send(signal.SIGTERM)
+        until = time.monotonic() + 10.0
+        while not stop.is_made and time.monotonic() < until:
+            time.sleep(0.01)
+        return stop.is_made
+
+    with stop.deferred(), ThreadPoolExecutor(1) as thread:
+        thread.submit(int).result()  # it begins with the mask of this thread
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        try:
+            assert thread.submit(send_and_watch).result()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def test_before_the_loop_a_signal_interrupts(stop: StopRequest) -> None:
