@@ -280,8 +280,11 @@ class SharedFolder:
                 (self._reusable / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give everything back."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Give everything back. What a pull that is under way in another thread writes from now on finds no folder."""
+        closed = self.path.with_name(f"{self.path.name}-closed")
+        with contextlib.suppress(OSError):  # closed before
+            self.path.rename(closed)
+        shutil.rmtree(closed, ignore_errors=True)
         self._alive.release()
 
 

@@ -267,6 +267,21 @@ def test_a_folder_that_something_deleted_is_an_error_that_says_where(folder: Sha
             act()
 
 
+def test_a_pull_that_writes_while_the_folder_is_removed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, remove = SharedFolder(tmp_path), shutil.rmtree
+    form = weights(a=[1, 2]).forms[0]
+    buffer = folder.allocate(form)
+
+    def write_and_remove(path: Path, *, ignore_errors: bool) -> None:
+        with pytest.raises(WeightsError):
+            folder.keep(form, buffer)
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shared_folder.shutil, "rmtree", write_and_remove)
+    folder.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_version_that_cannot_be_made_leaves_nothing(folder: SharedFolder, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = folder.place_in_memory(weights(a=[1]))
 
