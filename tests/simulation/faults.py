@@ -34,7 +34,7 @@ def cut_power_of_broker(world: "World") -> None:
     """With durability os the last transactions are lost as a whole suffix; with fsync, none that was answered."""
     torn = world.random.randint(1, 8) if world.scenario.durability == "os" else 0
     world.broker.crash(down_s=world.random.expovariate(0.5), torn=torn)
-    if torn and world.trainer.is_done:  # its goodbye may be lost: `slimebus status` says that no trainer takes part
+    if torn and world.account.finished_steps is not None:  # the end may be lost: `slimebus status` says that no trainer takes part
         world.trainer.crash()
 
 
