@@ -133,7 +133,7 @@ def control_rows(folder: Path, messages: int, turns: int) -> list[Row]:
     finally:
         broker.close()
     return [
-        within("control_per_s", found[""], "messages/s", ">=", 20_000),
+        within("control_per_s", found[""], "messages/s", ">=", 25_000),
         *(plain(f"{kind}s_per_s", found[kind], "messages/s") for kind in found if kind),
         within("heartbeats_64_leases_per_s", 64 * beats[""], "leases/s", ">=", 30_000),
     ]

@@ -58,7 +58,7 @@ def bare_step(policy: Policy, rows: Sequence[MicroBatch]) -> None:
 
     def forward(iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         row = next(iterator)
-        logits = model(row.tokens, row.positions, None, packed_seq_params=row.packed)
+        logits = model(row.tokens, row.positions, None, packed_seq_params=row.packed) @ policy.model.head.T
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             losses = tensor_parallel.vocab_parallel_cross_entropy(output.float().clone(), row.targets)  # it writes there

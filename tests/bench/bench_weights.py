@@ -103,19 +103,22 @@ def entropy_bytes(base: np.ndarray, target: np.ndarray) -> float:
 
 
 def manifest_row(num_workers: int) -> Row:
-    """Manifests a second that one server gives to workers that ask for one version, against making and encoding each."""
+    """Manifests a second that one server gives to workers that ask for one version, 50 at once, against making and encoding each."""
     store = VersionStore()
     store.publish({f"model.layers.{i}.weight": np.zeros(64, np.uint16) for i in range(1000)})
     server = WeightServer(store, degree=2)
-    connection = WeightServerConnection(server.endpoint, name="bench", stall_s=60.0)
-    started, answers = time.perf_counter(), 0
-    for i in range(num_workers):
-        connection.send(ManifestRequest(serves=f"tcp://10.0.{i // 256}.{i % 256}:7000"))
-    while answers < num_workers:
-        answers += len(connection.receive(1.0))
+    connections = [WeightServerConnection(server.endpoint, name="bench", stall_s=60.0) for _ in range(50)]
+    started, deadline = time.perf_counter(), time.monotonic() + 60.0
+    for i in range(0, num_workers, len(connections)):
+        for j, connection in enumerate(connections):
+            connection.send(ManifestRequest(serves=f"tcp://10.0.{(i + j) // 256}.{(i + j) % 256}:7000"))
+        for connection in connections:
+            while not connection.receive(1.0):
+                assert time.monotonic() < deadline, "the weight server does not answer"
     once_s = time.perf_counter() - started
     each_s = num_workers / 20 * best(lambda: [_encode_anew(store) for _ in range(20)], repeats=3, clock=time.perf_counter)
-    connection.close()
+    for connection in connections:
+        connection.close()
     server.close()
     return row("manifests_1k", num_workers / once_s, "1/s", num_workers / each_s, ">= 2")
 
@@ -168,7 +171,7 @@ def pull_rows(size_mib: int, turns: int = 5) -> list[Row]:
         seconds = median_of(turns, {"raw": raw, "plain": plain, "curve": curve})
     gbps = {name: (size_mib << 20) / 1e9 / taken_s for name, taken_s in seconds.items()}
     return [
-        row("pull_ratio", gbps["plain"], "GB/s", gbps["raw"], ">= 0.8"),
+        row("pull_ratio", gbps["plain"], "GB/s", gbps["raw"], ">= 0.9"),
         row("pull_curve_ratio", gbps["curve"], "GB/s", gbps["raw"], ""),
     ]
 
@@ -184,7 +187,7 @@ class UsedMemory:
     def allocate(self, form: TensorForm) -> np.ndarray:
         return self._buffers.setdefault(form.name, np.empty(form.size, np.uint8))
 
-    def share(self, *about: object, **more: object) -> bool:
+    def take_from_host_or_lock(self, *about: object, **more: object) -> bool:
         return True
 
     def _nothing(self, *about: object) -> None:
@@ -208,7 +211,7 @@ class Sender:
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
 
 class Pull(Sender):
