@@ -3,6 +3,7 @@
 `bin/bench connections` does it with 10,000 encrypted connections, for which a process must be allowed 25,400 open files (`ulimit -Hn`).
 """
 
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from bench_process import BATCH_SIZE, BrokerProcess, Crowd
 from bench_row import Row, absent, percentile, plain, within
 
+from slimebus.bus.transport.server import MORE_CONNECTIONS, OWN_FILES
 from slimebus.security import key_folder
 
 OUTAGE_S, SETTLED_S, AFTER_S = 60.0, 3.0, 10.0
@@ -28,11 +30,17 @@ def rows(quick: bool) -> list[Row]:
 def broker_rows(folder: Path, quick: bool) -> list[Row]:
     """Those of `bin/bench broker`."""
     return [
-        *idle_rows(folder, 2_000 if quick else 10_000, 10.0 if quick else 20.0),
+        *idle_rows(folder, 2_000 if quick else min(10_000, most_workers()), 10.0 if quick else 20.0),
         *curve_rows(folder, 2_000, 5.0, 10.0 if quick else 20.0),
         *lease_rows(folder, 3.0 if quick else 10.0),
         *outage_rows(folder, 5.0 if quick else OUTAGE_S),
     ]
+
+
+def most_workers() -> int:
+    """For how many a broker may open files here."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1_000_000 if most == resource.RLIM_INFINITY else (most - OWN_FILES - MORE_CONNECTIONS) // 2 - 16
 
 
 def full_broker(folder: Path, workers: int, keys: Path | None = None) -> BrokerProcess:
@@ -45,14 +53,14 @@ def full_broker(folder: Path, workers: int, keys: Path | None = None) -> BrokerP
 
 def idle_rows(folder: Path, workers: int, seconds: float) -> list[Row]:
     """Share of a core that workers on a few connections cost to which nothing is leased: heartbeats every 2 s, a lease that waits 10 s."""
-    name = f"workers_{workers // 1000}k"
+    name = f"workers_{round(workers / 1000)}k"
     try:
         broker = full_broker(folder / "idle", workers)
     except RuntimeError as why:
         return [absent(name, str(why))]
     try:
         with Crowd(broker, 1, workers=workers, sockets=50, beat_s=2.0, lease_s=11.0, wait_s=10.0, seconds=seconds) as crowd:
-            return [within(name, _core_share(broker, crowd, workers, seconds)[0], "of a core", "<=", 0.3)]
+            return [within(name, _core_share(broker, crowd, workers, seconds)[0], f"of a core, {workers:,} workers", "<=", 0.3)]
     finally:
         broker.close()
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -334,6 +333,11 @@ class Paced:
                     if self.spec.get("hints"):
                         hints = line.subscribe(got.message.hints)
                         self.hint_sockets.add(hints, hints)
+        subscribed = set[Any]()
+        while len(subscribed) < len(self.names) * bool(self.spec.get("hints")):  # each hears the last hint again
+            for socket in self.hint_sockets.some():
+                if _num_read(socket):
+                    subscribed.add(socket)
         print(json.dumps({"began": self.began, "joined": time.monotonic()}), flush=True)
 
     def run(self) -> dict[str, Any]:
@@ -353,10 +357,7 @@ class Paced:
             to_read.update(self.waiting_for.ready(0.0 if to_read else max(0.001, due[0][0] - time.monotonic())))
             for line in to_read:
                 self._read(line)
-            for socket in self.hint_sockets.ready(0.0):
-                with suppress(zmq.Again):
-                    while socket.recv_multipart(zmq.NOBLOCK):
-                        self.hints += 1
+            self.hints += sum(map(_num_read, self.hint_sockets.ready(0.0)))
         return {"sent": self.sent, "hints": self.hints, "taken": self.taken}
 
     def _read(self, line: Peer) -> None:
@@ -368,6 +369,16 @@ class Paced:
             self.taken[asked.kind].append((asked.at, time.monotonic() - asked.at))
             for group in got.message.groups if isinstance(got.message, LeaseReply) else ():
                 self._ask("put", asked.worker, *put_of(group))
+
+
+def _num_read(socket: Any) -> int:
+    """Messages that were there; they are gone then."""
+    for num_read in itertools.count():
+        try:
+            socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return num_read
+    return 0
 
 
 def get(spec: dict[str, Any]) -> dict[str, Any]:
