@@ -20,11 +20,13 @@ BLOCK_VALUES = 1 << 28
 """Logits of a block: 512 MiB in bfloat16, 1,766 tokens of a vocabulary of 152,000, so that its products still fill a GPU."""
 CHUNK_VALUES = 1 << 24
 """Logits of a chunk: 64 MiB in fp32; up to three copies exist at a time. Enough to fill a GPU."""
+CPU_CHUNK_VALUES = 1 << 17
+"""The same on a CPU: they stay in its cache from one operation to the next."""
 
 
 class LogProbEntropy(torch.autograd.Function):
     """Both in one pass, two messages between tensor-parallel ranks. It keeps the hidden states and a few numbers of each token. Of a row
-    that is one block it keeps the logits, and of one chunk exp(x) too; else it makes them again in the backward.
+    that is one block it keeps the logits, and of up to CHUNK_VALUES of them exp(x) too; else it makes them again in the backward.
     """
 
     @staticmethod
@@ -45,16 +47,16 @@ class LogProbEntropy(torch.autograd.Function):
         mine, column = (local >= 0) & (local < len(used)), local.clamp(0, max(0, len(used) - 1))
         top = rows.new_full((len(rows), 1), LOWEST, dtype=torch.float32)
         sums = top.new_zeros(3, len(rows))  # of exp(x), of x exp(x), x of the target
-        logits = weights = rows.new_zeros(0)
-        for block, chunks in blocks(len(rows), len(used)):
+        logits = rows.new_zeros(0)
+        kept = top.new_empty(len(rows), len(used)) if len(rows) * len(used) <= CHUNK_VALUES else None
+        for block, chunks in blocks(rows, len(used)):
             logits = rows[block] @ used.T
-            top[block] = logits.amax(-1, keepdim=True).float()
             for within, span in chunks:
+                top[span] = logits[within].amax(-1, keepdim=True).float()
                 x = scaled(logits[within], top[span], None if warmth is None else warmth[span])
                 sums[2, span] = x.gather(-1, column[span]).masked_fill_(~mine[span], 0.0).squeeze(-1)
-                weights = x.exp()
+                weights = torch.exp(x, out=None if kept is None else kept[span])
                 sums[0, span], sums[1, span] = weights.sum(-1), x.mul_(weights).sum(-1)
-        kept = weights if len(weights) == len(rows) else None
         if several:
             highest = top.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
@@ -80,14 +82,14 @@ class LogProbEntropy(torch.autograd.Function):
         rows, used = hidden.reshape(-1, hidden.shape[-1]), weight[: ctx.num_columns]
         grad_rows, grad_used = torch.zeros_like(rows), None
         # p = exp(x) / total, x = logits / temperature:  d logp / d x_i = [i == target] - p_i ;  d H / d x_i = -p_i (log p_i + H)
-        for block, chunks in blocks(len(rows), len(used)):
+        for block, chunks in blocks(rows, len(used)):
             logits = rows[block] @ used.T if logits_kept is None else logits_kept
             out = torch.empty_like(logits)
             for within, span in chunks:
-                x = kept
+                x = top
                 if kept is None or of_entropy is not None:
                     x = scaled(logits[within], top[span], None if warmth is None else warmth[span])
-                weights = x.exp() if kept is None else kept
+                weights = x.exp() if kept is None else kept[span]
                 slope = torch.zeros_like(top[span]) if of_logprob is None else -of_logprob[span]
                 if of_entropy is not None:
                     slope = x.add_((entropy - total.log())[span, None]).mul_(-of_entropy[span]).add_(slope)
@@ -106,13 +108,14 @@ class LogProbEntropy(torch.autograd.Function):
         return grad_rows.view(hidden.shape), F.pad(grad_weight, (0, 0, 0, padding)) if padding else grad_weight, None, None, None, None
 
 
-def blocks(num_rows: int, width: int) -> Iterator[tuple[slice, list[tuple[slice, slice]]]]:
-    """Spans of rows of about BLOCK_VALUES numbers, and their chunks of about CHUNK_VALUES: each within its block, and in all rows."""
+def blocks(rows: torch.Tensor, width: int) -> Iterator[tuple[slice, list[tuple[slice, slice]]]]:
+    """Spans of rows of about BLOCK_VALUES logits, and their chunks of about CHUNK_VALUES: each within its block, and in all rows."""
     if not width:
         return
-    size, step = max(1, BLOCK_VALUES // width), max(1, CHUNK_VALUES // width)
-    for start in range(0, num_rows, size):
-        stop = min(start + size, num_rows)
+    chunk = CHUNK_VALUES if rows.is_cuda else min(CHUNK_VALUES, CPU_CHUNK_VALUES)
+    size, step = max(1, BLOCK_VALUES // width), max(1, chunk // width)
+    for start in range(0, len(rows), size):
+        stop = min(start + size, len(rows))
         chunks = [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
         yield slice(start, stop), [(slice(span.start - start, span.stop - start), span) for span in chunks]
 

@@ -84,6 +84,9 @@ def test_chunks_of_tokens_change_nothing(temperature, dtype, monkeypatch):
     torch.manual_seed(0)
     logits, targets = torch.randn(1, 9, 16).to(dtype), torch.randint(0, 14, (1, 9))
     whole = results(logits, targets, temperature, vocab_size=14)
+    monkeypatch.setattr("trainer.model.logprobs.CPU_CHUNK_VALUES", 4 * 16)
+    for a, b in zip(results(logits, targets, temperature, vocab_size=14), whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
     monkeypatch.setattr("trainer.model.logprobs.CHUNK_VALUES", 2 * 16)
     for a, b in zip(results(logits, targets, temperature, vocab_size=14), whole, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -121,7 +124,9 @@ def test_a_split_vocabulary_in_chunks_gives_what_the_whole_one_gives(vocab_size,
 
 @pytest.mark.parametrize("block", [1 << 28, 3 * 11])
 @pytest.mark.parametrize("chunk", [1 << 24, 2 * 11])
-def test_the_gradient_of_the_output_layer_is_that_of_a_product_with_all_logits(block, chunk, monkeypatch):
+@pytest.mark.parametrize("cpu_chunk", [1 << 17, 3 * 11])
+def test_the_gradient_of_the_output_layer_is_that_of_a_product_with_all_logits(block, chunk, cpu_chunk, monkeypatch):
+    monkeypatch.setattr(of_hidden_states, "CPU_CHUNK_VALUES", cpu_chunk)
     monkeypatch.setattr(of_hidden_states, "BLOCK_VALUES", block)
     monkeypatch.setattr(of_hidden_states, "CHUNK_VALUES", chunk)
     torch.manual_seed(0)
