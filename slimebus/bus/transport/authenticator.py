@@ -36,6 +36,8 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"
 REFRESH_S = 1.0
 HANDSHAKE_S = 10.0
 """A connection that has not said by then who it is, is closed."""
+LATE_EVENT_S = 1.0
+"""For this long a connection that asks waits for libzmq's event of its acceptance."""
 
 
 class _Watched(NamedTuple):
@@ -58,6 +60,7 @@ class ConnectionAuthenticator:
         self.keyring, self.max_connections, self.refused = keyring, max_connections, refused
         self._watched: list[_Watched] = []
         self._admitted_at = deque[float]()
+        self._num_accepted, self._num_asked = 0, 0
         self._zap = context.socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind(ZAP_ADDRESS)
@@ -125,11 +128,20 @@ class ConnectionAuthenticator:
             with contextlib.suppress(zmq.Again):
                 while not self._closing.is_set():
                     asked = self._zap.recv_multipart(zmq.NOBLOCK)
-                    self._count()  # not before: who asks was accepted before it asked
+                    self._num_asked += 1
+                    self._count_the_one_that_asks()
                     self._zap.send_multipart(self._decide(asked))
             if self.keyring is not None and time.monotonic() - refreshed_at >= REFRESH_S:
                 self.keyring.refresh()
                 refreshed_at = time.monotonic()
+
+    def _count_the_one_that_asks(self) -> None:
+        """Count, after the event of the connection that asks. Its own IO thread may ask before another one tells of the connection."""
+        deadline = time.monotonic() + LATE_EVENT_S
+        self._count()
+        while self._num_accepted < self._num_asked and time.monotonic() < deadline and not self._closing.wait(0.001):
+            self._count()
+        self._num_asked = min(self._num_asked, self._num_accepted)  # events are lost with a socket that is closed
 
     def _count(self) -> None:
         with self._lock:
@@ -137,6 +149,7 @@ class ConnectionAuthenticator:
             for connections, event, value in told:
                 if event == zmq.EVENT_ACCEPTED:
                     connections[value] = time.monotonic()
+                    self._num_accepted += 1
                 elif event == zmq.EVENT_DISCONNECTED:
                     connections.pop(value, None)
                 elif event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # that is our own doing, counted by reason

@@ -17,6 +17,7 @@ from waiting import wait_until
 from slimebus.bus import envelope
 from slimebus.bus import messages as m
 from slimebus.bus.errors import SlimebusError, Unreachable
+from slimebus.bus.transport import curve
 from slimebus.bus.transport.client import Client
 from slimebus.bus.transport.server import Limits
 from slimebus.security import key_folder
@@ -229,6 +230,20 @@ def test_who_asks_to_come_in_is_counted_however_late_it_came(serve: Any, monkeyp
         monkeypatch.setattr(authenticator, "_count", count_and_be_late)
         assert decided.wait(10)
     assert open_then[-1] == open_then[0] + 1
+
+
+def test_a_connection_that_asks_before_its_event_comes_is_counted_too(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(None, limits=Limits(max_connections=1))
+    read, looks = curve.handshakes, [0]
+
+    def handshakes_late(monitor: Any) -> list[tuple[int, int]]:
+        looks[0] += 1
+        return read(monitor) if looks[0] % 8 == 0 else []
+
+    monkeypatch.setattr("slimebus.bus.transport.authenticator.handshakes", handshakes_late)
+    assert isinstance(connect(server.server.endpoint, None, "first").call(m.Status(), timeout_s=5).message, m.Ok)
+    with pytest.raises(Unreachable, match="no room for another connection"):
+        connect(server.server.endpoint, None, "second").call(m.Status(), timeout_s=1.0)
 
 
 def test_connections_beyond_the_bound_are_refused_and_those_inside_still_work(serve: Any, connect: Any) -> None:
