@@ -82,7 +82,7 @@ def _async_rows(ahead: report.RunReport, on_policy: report.RunReport) -> list[Ro
 def _trl_rows(pairs: Sequence[tuple[report.RunReport, dict[str, Any]]]) -> list[Row]:
     """Ours and TRL's of each seed."""
     speeds = [(samples_per_s(ours), trl["samples_per_s"]) for ours, trl in pairs]
-    found = _median_rows("vs_trl", "samples/s", [(*speed, speed[0] / speed[1]) for speed in speeds], ">= 2.5")
+    found = _median_rows("vs_trl", "samples/s", [(*speed, speed[0] / speed[1]) for speed in speeds], ">= 1.6")
     times = [(time_to_goal(ours), trl["time_to_090_s"]) for ours, trl in pairs]
     if all(ours and theirs for ours, theirs in times):
         found += _median_rows("vs_trl_time_to_090", "s to 0.90", [(ours, theirs, theirs / ours) for ours, theirs in times], "")
